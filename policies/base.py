@@ -92,8 +92,8 @@ class ClusterView:
 class SegmentPlan:
     """Compute ``count`` new tokens of a request and save their KV as ``save`` says.
 
-    ``save`` covers positions [computed, computed + count + steps - 1) exactly once, on members of the group. Token t of
-    the segment goes to member ``(t + rotation) % DoP`` of the launch's group; for a decode step, ``rotation`` is thus the
+    ``save`` covers positions [computed, computed + count + steps - 1) exactly once, on members of the group. Token t
+    of the segment goes to member ``(t + rotation) % DoP`` of the group; for a decode step, ``rotation`` is thus the
     master's index in the group.
     """
 
