@@ -241,6 +241,30 @@ class InstanceLost:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a started cluster is: the manager's first message to the front end."""
+
+    model: str
+    vocab_size: int
+    # Prompt plus output of one request.
+    max_model_len: int
+    # Summed over the instances.
+    total_slots: int
+    num_instances: int
+    policy: str
+    dtype: str
+    device: str
+    eos_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartupFailed:
+    """The manager's or a rank's only message when it could not start."""
+
+    message: str
+
+
 ClientMessage = Submit | Abort | GetStatus
 ClientEvent = Token | Finished | Refused | Status
 RankCommand = Iteration | Free | Shutdown
