@@ -1,0 +1,133 @@
+"""Paged attention: queries over KV that lies anywhere in a pool, one token a slot.
+
+The queries of request i, cu_seqlens_q[i]..cu_seqlens_q[i+1]-1, see all slots that the plan lists for it, and only
+those: causal order is the caller's business (resident tokens come before new ones). Decode is the one-query case. The
+result is a state, to be merged with the states of other shards; a request without slots yields the identity.
+
+Source: PagedAttention (Kwon et al. 2023) at a page size of one token; LoongServe sections 4.2 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loongserve.kernels.checks import (
+    check_cu_seqlens,
+    check_heads,
+    check_last_contiguous,
+    check_plan_dtype,
+    check_state,
+    check_tensor,
+)
+from loongserve.kernels.provider import get_provider, load_provider
+from loongserve.kernels.state import AttentionState
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """Metadata of ``paged_attention`` calls over the same slots: every layer of an iteration."""
+
+    # The provider that made the plan and will run it.
+    provider: str
+    cu_seqlens_q: tuple[int, ...]
+    # One [n] int64 tensor a request.
+    slots: tuple[Tensor, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    # The provider's own.
+    payload: Any = None
+
+
+def plan_paged_attention(
+    cu_seqlens_q: Sequence[int],
+    slots: Sequence[Tensor],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> PagedPlan:
+    """Prepare ``paged_attention`` for these queries and slots. May allocate on the device.
+
+    Args:
+        cu_seqlens_q: prefix sums of the query counts, [requests + 1] host ints, from 0; equal neighbours are legal.
+        slots: one [n] int64 tensor a request, any n from 0, on any device, in any order; every one in
+            0..num_slots-1 of the pool (not checked). The plan may keep or read the tensors: leave them unchanged.
+        num_q_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: key and value heads.
+        head_dim: size of a head.
+        dtype: of q and the caches: float32, bfloat16 or float16 (reference: float64 too).
+        device: of q and the caches.
+
+    Raises:
+        ValueError: inconsistent lengths, heads or dtype.
+    """
+    device = torch.device(device)
+    check_heads(num_q_heads, num_kv_heads, head_dim)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+    if len(slots) != len(cu_seqlens_q) - 1:
+        raise ValueError(f"expected {len(cu_seqlens_q) - 1} slot tensors, one a request, got {len(slots)}")
+    for request, request_slots in enumerate(slots):
+        if request_slots.dtype != torch.int64 or request_slots.dim() != 1:
+            raise ValueError(
+                f"slots[{request}] must be [n] int64, got {list(request_slots.shape)} {request_slots.dtype}"
+            )
+    provider = get_provider(device)
+    check_plan_dtype(dtype, provider)
+    return provider.plan_paged_attention(
+        tuple(cu_seqlens_q),
+        tuple(slots),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def paged_attention(
+    plan: PagedPlan,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: AttentionState,
+    *,
+    scale: float,
+) -> AttentionState:
+    """Overwrite ``out`` with the state of each query over all slots of its request.
+
+    Identity (0, -inf) where a request has no slots. On a GPU this neither allocates nor waits.
+
+    Args:
+        plan: of ``plan_paged_attention``.
+        q: [q_tokens, num_q_heads, head_dim], contiguous last dim; query head h reads KV head h // (q_heads / kv_heads).
+        k_cache: [num_slots, num_kv_heads, head_dim], contiguous last dim; foreign slots are never used.
+        v_cache: as ``k_cache``.
+        out: of the ``q_tokens`` queries, float32; its old contents do not matter.
+        scale: factor of the scores, usually head_dim ** -0.5.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: a tensor does not have the plan's shape, dtype or device.
+    """
+    check_tensor("q", q, (plan.cu_seqlens_q[-1], plan.num_q_heads, plan.head_dim), plan.dtype, plan.device)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        num_slots = cache.shape[0] if cache.dim() else 0
+        check_tensor(name, cache, (num_slots, plan.num_kv_heads, plan.head_dim), plan.dtype, plan.device)
+        check_last_contiguous(name, cache)
+    if k_cache.shape != v_cache.shape:
+        raise ValueError(f"k_cache and v_cache must have one shape, got {list(k_cache.shape)}, {list(v_cache.shape)}")
+    check_last_contiguous("q", q)
+    check_state("out", out, (q.shape[0], plan.num_q_heads, plan.head_dim), plan.device)
+    return load_provider(plan.provider).paged_attention(plan, q, k_cache, v_cache, out, scale=scale)
