@@ -1,8 +1,8 @@
 """Messages of ``protocol.py`` as bytes: msgpack, each dataclass as an extension type, in frames on a stream socket.
 
-A frame is a 4-byte big-endian length and that many bytes of payload; a payload is one version byte and one msgpack value.
-Sequences come back as tuples. A peer of another version, a frame cut short or a message of the wrong shape raises
-``WireError``; nothing is ever unpickled.
+A frame is a 4-byte big-endian length and that many bytes of payload; a payload is one version byte and one msgpack
+value. Sequences come back as tuples. A peer of another version, a frame cut short or a message of the wrong shape
+raises ``WireError``; nothing is ever unpickled.
 """
 
 import dataclasses

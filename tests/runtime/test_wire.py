@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+
 from loongserve.runtime import wire
 from loongserve.runtime.protocol import (
     Decision,
