@@ -30,11 +30,11 @@ def check_cu_seqlens(name: str, cu_seqlens: Sequence[int]) -> None:
             raise ValueError(f"{name} must not fall, got {begin} then {end} at index {index}")
 
 
-def check_plan_dtype(dtype: torch.dtype, allow_float64: bool) -> None:
-    """Check that attention is defined for ``dtype``."""
-    if dtype not in DTYPES and not (allow_float64 and dtype == torch.float64):
+def check_plan_dtype(dtype: torch.dtype, provider: str) -> None:
+    """Check that ``provider`` has attention for ``dtype``."""
+    if dtype not in DTYPES and not (provider == "reference" and dtype == torch.float64):
         raise ValueError(
-            f"dtype must be float32, bfloat16 or float16 (or float64 with the reference provider), got {dtype}"
+            f"dtype must be float32, bfloat16 or float16 (float64 is for the reference provider), got {dtype}"
         )
 
 
@@ -61,10 +61,12 @@ def check_last_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {list(tensor.stride())}")
 
 
-def check_state(name: str, state: AttentionState, shape: tuple[int, int, int], device: torch.device) -> None:
-    """Check a state of [tokens, heads, head_dim]: float32 (or float64), out contiguous in its last dimension."""
-    if state.out.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name}.out must be float32, got {state.out.dtype}")
+def check_state(name: str, state: AttentionState, shape: tuple[int, ...], device: torch.device, provider: str) -> None:
+    """Check a state of [tokens, heads, head_dim]: float32 (reference: or float64), out contiguous in its last dim."""
+    if state.out.dtype != torch.float32 and not (provider == "reference" and state.out.dtype == torch.float64):
+        raise ValueError(f"{name}.out must be float32 (float64 is for the reference), got {state.out.dtype}")
+    if len(shape) != 3:
+        raise ValueError(f"{name}.out must be [tokens, heads, head_dim], got {list(shape)}")
     check_tensor(f"{name}.out", state.out, shape, None, device)
     check_tensor(f"{name}.lse", state.lse, shape[:2], state.out.dtype, device)
     check_last_contiguous(f"{name}.out", state.out)

@@ -24,7 +24,7 @@ from loongserve.kernels.checks import (
     check_state,
     check_tensor,
 )
-from loongserve.kernels.provider import get_provider, load_provider
+from loongserve.kernels.provider import load_provider, provider_name
 from loongserve.kernels.state import AttentionState
 
 
@@ -81,9 +81,9 @@ def plan_paged_attention(
             raise ValueError(
                 f"slots[{request}] must be [n] int64, got {list(request_slots.shape)} {request_slots.dtype}"
             )
-    provider = get_provider(device)
-    check_plan_dtype(dtype, provider)
-    return provider.plan_paged_attention(
+    name = provider_name(device)
+    check_plan_dtype(dtype, name)
+    return load_provider(name).plan_paged_attention(
         tuple(cu_seqlens_q),
         tuple(slots),
         num_q_heads=num_q_heads,
@@ -129,5 +129,5 @@ def paged_attention(
     if k_cache.shape != v_cache.shape:
         raise ValueError(f"k_cache and v_cache must have one shape, got {list(k_cache.shape)}, {list(v_cache.shape)}")
     check_last_contiguous("q", q)
-    check_state("out", out, (q.shape[0], plan.num_q_heads, plan.head_dim), plan.device)
+    check_state("out", out, (q.shape[0], plan.num_q_heads, plan.head_dim), plan.device, plan.provider)
     return load_provider(plan.provider).paged_attention(plan, q, k_cache, v_cache, out, scale=scale)

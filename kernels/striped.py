@@ -31,7 +31,7 @@ from loongserve.kernels.checks import (
     check_state,
     check_tensor,
 )
-from loongserve.kernels.provider import get_provider, load_provider
+from loongserve.kernels.provider import load_provider, provider_name
 from loongserve.kernels.state import AttentionState
 
 
@@ -100,9 +100,9 @@ def plan_striped_attention(
         )
     if len(diagonals) != len(cu_seqlens_q) - 1:
         raise ValueError(f"expected {len(cu_seqlens_q) - 1} diagonals, one a sequence, got {len(diagonals)}")
-    provider = get_provider(device)
-    check_plan_dtype(dtype, provider)
-    return provider.plan_striped_attention(
+    name = provider_name(device)
+    check_plan_dtype(dtype, name)
+    return load_provider(name).plan_striped_attention(
         tuple(cu_seqlens_q),
         tuple(cu_seqlens_k),
         tuple(diagonals),
@@ -145,7 +145,7 @@ def striped_attention(
     check_tensor("v", v, (plan.cu_seqlens_k[-1], plan.num_kv_heads, plan.head_dim), plan.dtype, plan.device)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_last_contiguous(name, tensor)
-    check_state("state", state, (q.shape[0], plan.num_q_heads, plan.head_dim), plan.device)
+    check_state("state", state, (q.shape[0], plan.num_q_heads, plan.head_dim), plan.device, plan.provider)
     if save is not None:
         check_slots("save.slots", save.slots, k.shape[0], plan.device)
         check_cache("save.k_cache", save.k_cache, k)
