@@ -1,0 +1,172 @@
+"""SlotAllocator: against a plain-Python model, and its edges."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from loongserve.kvpool.slots import MIN_RUN_SLOTS, OutOfSlots, SlotAllocator
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Any sequence of operations agrees with a dict of counts and ends with every slot free."""
+
+    @initialize(num_slots=st.sampled_from([0, 1, 7, 64, 100, 300]))
+    def start(self, num_slots: int) -> None:
+        self.allocator = SlotAllocator(num_slots)
+        self.counts = dict.fromkeys(range(num_slots), 0)
+        self.held: list[torch.Tensor] = []
+
+    def free_count(self) -> int:
+        return sum(count == 0 for count in self.counts.values())
+
+    @rule(num_slots=st.one_of(st.integers(0, 5), st.integers(MIN_RUN_SLOTS - 2, 80)))
+    def allocate(self, num_slots: int) -> None:
+        free = self.free_count()
+        if num_slots > free:
+            with pytest.raises(OutOfSlots) as error:
+                self.allocator.allocate(num_slots)
+            assert (error.value.asked, error.value.free) == (num_slots, free)
+            return
+        slots = self.allocator.allocate(num_slots)
+        assert slots.dtype == torch.int64
+        assert slots.shape == (num_slots,)
+        assert len(set(slots.tolist())) == num_slots
+        for slot in slots.tolist():
+            assert self.counts[slot] == 0
+            self.counts[slot] = 1
+        self.held.append(slots)
+
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        if self.held:
+            slots = data.draw(st.sampled_from(self.held))
+            self.allocator.retain(slots)
+            for slot in slots.tolist():
+                self.counts[slot] += 1
+            self.held.append(slots)
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.held:
+            slots = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            cut = data.draw(st.integers(0, slots.numel()))
+            # In two parts and out of order: any subset may come back.
+            for part in (slots[cut:].flip(0), slots[:cut]):
+                self.allocator.free(part)
+            for slot in slots.tolist():
+                self.counts[slot] -= 1
+
+    @rule(data=st.data())
+    def free_twice_in_one_call(self, data: st.DataObject) -> None:
+        if self.held:
+            slots = data.draw(st.sampled_from(self.held))
+            listed = torch.cat([slots] * (1 + max((self.counts[slot] for slot in slots.tolist()), default=0)))
+            if slots.numel():
+                with pytest.raises(ValueError, match="double free"):
+                    self.allocator.free(listed)
+
+    @rule(slot=st.integers(0, 299))
+    def touch_free_slot(self, slot: int) -> None:
+        if self.counts.get(slot) == 0:
+            with pytest.raises(ValueError, match="double free"):
+                self.allocator.free(torch.tensor([slot]))
+            with pytest.raises(ValueError, match="cannot retain"):
+                self.allocator.retain(torch.tensor([slot]))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if hasattr(self, "allocator"):
+            assert self.allocator.num_free == self.free_count()
+
+    def teardown(self) -> None:
+        if hasattr(self, "allocator"):
+            for slots in self.held:
+                self.allocator.free(slots)
+            assert self.allocator.num_free == self.allocator.num_slots
+            everything = self.allocator.allocate(self.allocator.num_slots)
+            assert sorted(everything.tolist()) == list(range(self.allocator.num_slots))
+
+
+AllocatorMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_random_operations_agree_with_the_model = pytest.mark.timeout(120)(AllocatorMachine.TestCase)
+
+
+def num_runs(slots: torch.Tensor) -> int:
+    return 1 + int((slots.diff() != 1).sum())
+
+
+def test_a_fresh_pool_gives_ascending_runs() -> None:
+    allocator = SlotAllocator(1000)
+    assert allocator.allocate(100).tolist() == list(range(100))
+    assert allocator.allocate(1).tolist() == [100]
+    assert allocator.allocate(300).tolist() == list(range(101, 401))
+
+
+def test_a_large_request_takes_the_run_and_a_small_one_the_holes() -> None:
+    allocator = SlotAllocator(1000)
+    slots = allocator.allocate(1000)
+    allocator.free(slots[:400:2])
+    allocator.free(slots[700:900])
+    large = allocator.allocate(150)
+    assert large.tolist() == list(range(700, 850))
+    assert all(slot < 400 for slot in allocator.allocate(3).tolist())
+
+
+def test_neighbours_freed_apart_become_one_run_again() -> None:
+    allocator = SlotAllocator(256)
+    slots = allocator.allocate(256)
+    for slot in torch.randperm(256, generator=torch.Generator().manual_seed(0)).tolist():
+        allocator.free(slots[slot : slot + 1])
+    assert num_runs(allocator.allocate(200)) == 1
+
+
+def test_a_shared_slot_comes_back_with_its_last_reference() -> None:
+    allocator = SlotAllocator(4)
+    slots = allocator.allocate(2)
+    allocator.retain(slots[:1])
+    allocator.free(slots)
+    assert allocator.num_free == 3
+    allocator.free(slots[:1])
+    assert allocator.num_free == 4
+
+
+def test_a_shared_slot_may_be_dropped_twice_in_one_call() -> None:
+    allocator = SlotAllocator(4)
+    slots = allocator.allocate(2)
+    allocator.retain(slots)
+    allocator.free(torch.cat([slots, slots]))
+    assert sorted(allocator.allocate(4).tolist()) == [0, 1, 2, 3]
+
+
+def test_a_fully_fragmented_pool_gives_every_slot() -> None:
+    allocator = SlotAllocator(10_000)
+    slots = allocator.allocate(10_000)
+    allocator.free(slots[::2])
+    assert sorted(allocator.allocate(5000).tolist()) == list(range(0, 10_000, 2))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        pytest.param(torch.tensor([4]), r"\[0, 4\)", id="past-the-end"),
+        pytest.param(torch.tensor([-1]), r"\[0, 4\)", id="negative"),
+        pytest.param(torch.tensor([[0]]), r"int64 \[n\]", id="two-dimensional"),
+        pytest.param(torch.tensor([0], dtype=torch.int32), r"int64 \[n\]", id="int32"),
+    ],
+)
+def test_bad_slots_are_refused(slots: torch.Tensor, message: str) -> None:
+    allocator = SlotAllocator(4)
+    allocator.allocate(4)
+    for call in (allocator.free, allocator.retain):
+        with pytest.raises(ValueError, match=message):
+            call(slots)
+    assert allocator.num_free == 0
+
+
+def test_negative_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        SlotAllocator(-1)
+    with pytest.raises(ValueError, match="at least 0"):
+        SlotAllocator(4).allocate(-1)
