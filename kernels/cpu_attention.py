@@ -146,8 +146,7 @@ def _merge_pairs(
     q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, state: AttentionState, scale: float
 ) -> None:
     """Merge sequences in which one query sees one key: its output is the value, its LSE the score."""
-    kv_heads, head_dim = k.shape[1:]
-    grouped = q.index_select(0, queries).unflatten(1, (kv_heads, -1))
+    grouped = q.index_select(0, queries).view(len(queries), k.shape[1], -1, k.shape[2])
     keys_k, keys_v = k.index_select(0, keys).unsqueeze(2), v.index_select(0, keys).unsqueeze(2)
     lse = (grouped * keys_k).sum(dim=-1).mul_(scale).flatten(1)
     part = AttentionState(keys_v.expand_as(grouped).flatten(1, 2), lse)
@@ -224,11 +223,11 @@ def paged_attention(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionState:
     """Attend float32 queries [m, q_heads, d] to keys [n, kv_heads, d], m and n at least 1."""
-    tokens, q_heads, _ = q.shape
+    tokens, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = q_heads // kv_heads
     # [kv_heads, group, m, d] and [kv_heads, n, d]
-    grouped = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+    grouped = q.view(tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     if not causal and tokens * group <= _MAX_PRODUCT_ROWS:
         # [kv_heads, group * m, n]
@@ -236,8 +235,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Atte
         top = scores.amax(dim=-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)
-        out = torch.bmm(weights, v).div_(total).unflatten(1, (group, tokens))
-        lse = top.add_(total.log_()).squeeze(-1).unflatten(1, (group, tokens))
+        out = torch.bmm(weights, v).div_(total).view(kv_heads, group, tokens, head_dim)
+        lse = top.add_(total.log_()).view(kv_heads, group, tokens)
     else:
         shape = (kv_heads, group, k.shape[1], k.shape[2])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from loongserve.kernels.striped import KVSave, StripedPlan
 
 ENVIRONMENT_VARIABLE = "LOONG_KERNELS"
-PROVIDERS = ("triton", "cpu", "reference")
+_MODULES = {
+    "triton": "loongserve.kernels.triton_provider",
+    "cpu": "loongserve.kernels.cpu",
+    "reference": "loongserve.kernels.reference",
+}
+PROVIDERS = tuple(_MODULES)
 # torch calls an AMD GPU "cuda" too.
 _PROVIDER_OF_DEVICE_TYPE = {"cuda": "triton", "hip": "triton", "cpu": "cpu"}
 
@@ -146,19 +152,9 @@ def load_provider(name: str) -> KernelProvider:
     Raises:
         ValueError: unknown name.
     """
-    if name == "triton":
-        from loongserve.kernels import triton_provider
-
-        return triton_provider
-    if name == "cpu":
-        from loongserve.kernels import cpu
-
-        return cpu
-    if name == "reference":
-        from loongserve.kernels import reference
-
-        return reference
-    raise ValueError(f"provider must be one of {', '.join(PROVIDERS)}, got {name!r}")
+    if name not in _MODULES:
+        raise ValueError(f"provider must be one of {', '.join(PROVIDERS)}, got {name!r}")
+    return cast(KernelProvider, import_module(_MODULES[name]))
 
 
 def get_provider(device: torch.device) -> KernelProvider:
