@@ -48,8 +48,11 @@ format: $(READY)
 perf: $(READY)
 	$(BIN)/python -m pytest perf --benchmark-only -p no:cacheprovider
 
-proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/loongserve/runtime/proto/loongserve.proto
+# With the oldest generator that we support: generated code refuses to run with older libraries than its generator's.
+PROTOC := build/protoc
+proto:
+	$(PYTHON) -m venv $(PROTOC) && $(PROTOC)/bin/python -m pip install --quiet grpcio-tools==1.80.0
+	$(PROTOC)/bin/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src --grpc_python_out=src src/loongserve/runtime/proto/loongserve.proto
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks
