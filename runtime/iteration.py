@@ -6,26 +6,30 @@ from typing import Literal
 
 from loongserve.runtime.protocol import Iteration, IterationDone
 
+IterationKind = Literal["prefill", "decode"]
+
 
 @dataclass(slots=True)
 class RunningIteration:
     """An iteration between its launch and the last member's ``IterationDone``."""
 
     iteration: Iteration
-    kind: Literal["prefill", "decode"]
+    # "prefill" if any segment is one.
+    kind: IterationKind
     waiting_for: set[int] = field(init=False)
+    # Request -> the instance that samples its tokens in this iteration.
+    samplers: dict[int, int] = field(init=False)
     # The slowest member's time so far.
     elapsed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.waiting_for = set(self.iteration.group)
-
-    def sampler(self, request: int) -> int | None:
-        """The instance that samples a request's tokens in this iteration; None: nobody does."""
-        for segment in self.iteration.segments:
-            if segment.request == request and segment.sampling is not None:
-                return self.iteration.group[segment.sampler_member(len(self.iteration.group))]
-        return None
+        group = self.iteration.group
+        self.waiting_for = set(group)
+        self.samplers = {
+            segment.request: group[segment.sampler_member(len(group))]
+            for segment in self.iteration.segments
+            if segment.sampling is not None
+        }
 
     def done(self, event: IterationDone) -> bool:
         """Take one member's report. Returns: whether it was the last."""

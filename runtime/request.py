@@ -54,6 +54,12 @@ class LiveRequest:
         """Its next work, or that of its running iteration."""
         return "decode" if self.computed > 0 and self.known_tokens - self.computed == 1 else "prefill"
 
+    def start(self, iteration: int) -> None:
+        """Enter an iteration."""
+        self.known_at_launch = len(self.tokens)
+        self.iteration = iteration
+        self.paused = False
+
     def add_token(self, token: int, now: float) -> FinishReason | None:
         """Append a sampled token. Returns: why the request ends with it, or None when it goes on."""
         self.tokens.append(token)
@@ -116,10 +122,15 @@ class AdmissionLimits:
                 f"tokens: the prompt has {len(submit.tokens)} tokens, at most {self.max_model_len - 1} leave room for "
                 f"a new one in max_model_len {self.max_model_len}"
             )
-        for index, token in enumerate(submit.tokens):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                return f"tokens[{index}]: {token!r} is not in the vocabulary of {self.vocab_size} tokens"
-        return None
+        # Prompts are long: look for the offender only where there is one.
+        if set(map(type, submit.tokens)) == {int} and min(submit.tokens) >= 0 and max(submit.tokens) < self.vocab_size:
+            return None
+        index, token = next(
+            (index, token)
+            for index, token in enumerate(submit.tokens)
+            if type(token) is not int or not 0 <= token < self.vocab_size
+        )
+        return f"tokens[{index}]: {token!r} is not in the vocabulary of {self.vocab_size} tokens"
 
     def _pool_fault(self, submit: Submit) -> str | None:
         needed = len(submit.tokens) + self.clamp_new_tokens(submit) - 1
