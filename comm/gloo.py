@@ -1,15 +1,20 @@
 """A transport between processes of one machine, on torch's gloo: works everywhere, needs nothing but a CPU.
 
-gloo moves the data on a thread of its own, matches messages between two ranks in the order of their posts, and closes
-the pair of a rank that died as soon as the kernel closes its socket. What it lacks is a wait that can end without
-harm: a native wait that times out closes every pair of its process group. So callers never wait natively. One courier
-thread for each (peer, channel, direction) in use waits without limit for its works in order and completes our handles;
-callers wait for those, with any deadline, and a lost peer fails a post even while another op of it cannot proceed.
-The native time-out is kept for `abort`, which needs just that: it wakes every courier and lets all peers see the end.
+gloo moves the data on a thread of its own and closes the pair of a rank that died as soon as the kernel closes its
+socket. Two things it does not do well are kept from callers:
+
+- A native wait that times out closes every pair of its process group. So callers never wait natively. One courier
+  thread for each (peer, channel, direction) in use waits without limit for its works in order and completes our
+  handles; callers wait for those, with any deadline, and a lost peer fails a post even while another op of it cannot
+  proceed. The native time-out is kept for `abort`, which needs just that: it wakes every courier, and peers see it.
+- A message longer than the tensor it is received into ends the process, a shorter one goes unnoticed. So a message
+  bears a tag made of its number within the lane, its size and its dtype: ends that disagree never meet, and both run
+  into their deadlines.
 """
 
 import queue
 import threading
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -32,9 +37,8 @@ from loongserve.comm.transport import (
     TransportTimeout,
 )
 
-# The only tag of messages; `abort` receives on the other, on which nothing is ever sent.
-_MESSAGE_TAG = 0
-_ABORT_TAG = 1
+# Nothing is ever sent with this tag: `abort` receives on it.
+_ABORT_TAG = 0
 _FOREVER = timedelta(days=365)
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -107,9 +111,10 @@ class GlooTransport(Transport):
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._closed: TransportClosed | None = None
+        self._closed: str | None = None
         self._unfinished: set[PostHandle] = set()
         self._couriers: dict[_Lane, _Courier] = {}
+        self._num_posted: dict[_Lane, int] = {}
         try:
             self._groups = self._connect(fspath(store_path)) if world_size > 1 else []
         except RuntimeError as error:
@@ -131,6 +136,11 @@ class GlooTransport(Transport):
     def abort(self) -> None:
         self._end("was aborted")
 
+    def _check(self, op: Op) -> None:
+        super()._check(op)
+        if op.tensor.device.type != "cpu":
+            raise ValueError(f"gloo moves CPU tensors only, got one on {op.tensor.device}")
+
     def _connect(self, store_path: str) -> list[_Group]:
         timeout = timedelta(seconds=self._timeout_s)
         store = FileStore(store_path, self.world_size)
@@ -147,30 +157,27 @@ class GlooTransport(Transport):
         return groups
 
     def _post(self, ops: Sequence[Op], channel: int) -> Handle:
-        for op in ops:
-            if op.tensor.device.type != "cpu":
-                raise ValueError(f"gloo moves CPU tensors only, got one on {op.tensor.device}")
         handle = PostHandle(self.rank, ops, channel, self._timeout_s)
         # The lock makes the order of native posts and that of the couriers' queues the same.
         with self._lock:
             if self._closed is not None:
-                raise self._closed
+                raise TransportClosed(self._closed)
             if ops:
                 self._unfinished.add(handle)
             for index, op in enumerate(ops):
                 # gloo does not know every dtype, and does not convert: bytes are bytes.
                 data = op.tensor.detach().view(-1).view(torch.uint8)
+                lane = (op.peer, channel, type(op))
+                number = self._num_posted[lane] = self._num_posted.get(lane, -1) + 1
+                tag = _message_tag(number, op.tensor)
                 group = self._groups[channel]
                 try:
-                    if isinstance(op, Send):
-                        work = group.send([data], op.peer, _MESSAGE_TAG)
-                    else:
-                        work = group.recv([data], op.peer, _MESSAGE_TAG)
+                    work = (group.send if isinstance(op, Send) else group.recv)([data], op.peer, tag)
                 except RuntimeError as error:
                     handle.fail(PeerLost(op.peer, str(error)))
                     self._unfinished.discard(handle)
                 else:
-                    self._courier((op.peer, channel, type(op))).works.put((work, handle, index))
+                    self._courier(lane).works.put((work, handle, index))
         return handle
 
     def _courier(self, lane: _Lane) -> _Courier:
@@ -188,10 +195,10 @@ class GlooTransport(Transport):
         with self._lock:
             if self._closed is not None:
                 return
-            self._closed = TransportClosed(f"rank {self.rank}: the transport {how}")
+            self._closed = f"rank {self.rank}: the transport {how}"
             unfinished, self._unfinished = self._unfinished, set()
         for handle in unfinished:
-            handle.fail(self._closed)
+            handle.fail(TransportClosed(self._closed))
         for group in self._groups:
             self._close_pairs(group)
 
@@ -202,3 +209,9 @@ class GlooTransport(Transport):
                 # Raises in any case: for the time-out, or at once if this very pair was closed before.
                 with suppress(RuntimeError):
                     group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
+
+
+def _message_tag(number: int, tensor: torch.Tensor) -> int:
+    """Return the tag of a lane's message `number`, from 1 to 2^31 - 1; equal tags meet in the order of their posts."""
+    key = f"{number}:{tensor.numel()}:{tensor.dtype}"
+    return zlib.crc32(key.encode()) & 0x7FFFFFFF or _ABORT_TAG + 1

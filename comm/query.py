@@ -40,8 +40,8 @@ class QueryExchange:
         channel: Channel of all messages; see the module for sharing one with a ring.
 
     Raises:
-        ValueError: A peer is this rank or out of range, row indices are not 1-D int64 on the device or negative, or
-            there is no such channel.
+        ValueError: A peer is this rank or out of range, row indices are not 1-D int64, a number of rows is negative,
+            or there is no such channel.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class QueryExchange:
         Raises:
             RuntimeError: The last layer was not finished: `states` must be gone through to its end.
             ValueError: `q` has the wrong shape or dtype.
-            IndexError: A row index is beyond `q`.
+            IndexError: A row index is negative or beyond `q`.
         """
         if self._started:
             raise RuntimeError("the last layer was not finished: go through states() to its end before start()")

@@ -209,7 +209,8 @@ class PostHandle(Handle):
                 waits = ", ".join(_describe(op) for op in self._pending.values())
             raise TransportTimeout(f"rank {self._rank}, channel {self._channel}: not done after {limit_s:g} s: {waits}")
         if self._error is not None:
-            raise self._error
+            # Several waiters may raise it: the traceback is each one's own.
+            raise self._error.with_traceback(None)
 
 
 def _describe(op: Op) -> str:
