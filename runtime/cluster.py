@@ -1,4 +1,4 @@
-"""The manager's books: instances, live requests, iterations in flight and the ledger. Rank commands get their seq here."""
+"""The manager's books: instances, live requests, iterations in flight, the ledger. Rank commands get their seq here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
