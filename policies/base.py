@@ -48,6 +48,8 @@ class RequestView:
     master: int | None = None
     # In an iteration now; its numbers are those before that iteration.
     running: bool = False
+    # A launch has listed it in its pauses since it last ran.
+    paused: bool = False
     # When its first token was sampled.
     decode_since_s: float | None = None
 
@@ -132,7 +134,7 @@ class Plan:
     """What to do now. ``drains`` and the rest are complete: a drain that a later plan does not repeat is cancelled."""
 
     launches: tuple[Launch, ...] = ()
-    # instance -> the request that it shall end its iteration and stay idle for.
+    # instance -> the request that it shall end its iteration (also one that this plan launches) and stay idle for.
     drains: Mapping[int, int] = field(default_factory=dict)
     migrations: tuple[Migrate, ...] = ()
     # Requests whose KV is dropped, to be recomputed later.

@@ -86,6 +86,7 @@ class LiveRequest:
             placement=placement,
             master=master,
             running=self.iteration is not None,
+            paused=self.paused,
             decode_since_s=self.decode_since_s,
         )
 
