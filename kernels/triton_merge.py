@@ -1,0 +1,188 @@
+"""Merge and rounding of attention states on GPUs.
+
+    lse = log(exp(a.lse) + exp(b.lse)),   out = a.out exp(a.lse - lse) + b.out exp(b.lse - lse)
+
+States [tokens, heads, head_dim] and [tokens, heads] float32, natural logarithm, any strides but a contiguous last
+dimension. A program takes BLOCK_R (token, head) rows. Its rows are loaded before any is stored, so ``out`` may be an
+input.
+
+Source: LoongServe section 4.2.
+"""
+
+# Kernels are Triton's language, which Python's types do not describe.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loongserve.kernels.triton_tile import round_to
+
+if TYPE_CHECKING:
+    from loongserve.kernels.state import AttentionState
+
+# Rows a program: 4 KiB and more of each state at the usual head sizes.
+BLOCK_R = 16
+NUM_WARPS = 4
+
+
+@triton.jit
+def _merge_states_kernel(
+    out,
+    lse,
+    a_out,
+    a_lse,
+    b_out,
+    b_lse,
+    rows,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_a_out_token,
+    stride_a_out_head,
+    stride_a_lse_token,
+    stride_a_lse_head,
+    stride_b_out_token,
+    stride_b_out_head,
+    stride_b_lse_token,
+    stride_b_lse_head,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    # [BLOCK_R]
+    index = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = index // NUM_HEADS
+    head = index % NUM_HEADS
+    mask = token < num_tokens
+    # Token i of b is merged with token rows[i] of a.
+    target = token
+    if HAS_ROWS:
+        target = tl.load(rows + token, mask=mask, other=0)
+    columns = tl.arange(0, BLOCK_D)
+    # [BLOCK_R, BLOCK_D]
+    tile_mask = mask[:, None] & (columns < HEAD_DIM)[None, :]
+
+    a_max = tl.load(a_lse + target * stride_a_lse_token + head * stride_a_lse_head, mask=mask, other=float("-inf"))
+    b_max = tl.load(b_lse + token * stride_b_lse_token + head * stride_b_lse_head, mask=mask, other=float("-inf"))
+    a_rows = target * stride_a_out_token + head * stride_a_out_head
+    b_rows = token * stride_b_out_token + head * stride_b_out_head
+    a_tile = tl.load(a_out + a_rows[:, None] + columns[None, :], mask=tile_mask, other=0.0)
+    b_tile = tl.load(b_out + b_rows[:, None] + columns[None, :], mask=tile_mask, other=0.0)
+
+    shift = tl.maximum(a_max, b_max)
+    # -inf - -inf is NaN.
+    shift = tl.where(shift == float("-inf"), 0.0, shift)
+    a_weight = tl.exp(a_max - shift)
+    b_weight = tl.exp(b_max - shift)
+    total = a_weight + b_weight
+    seen = total != 0.0
+    divisor = tl.where(seen, total, 1.0)
+    merged = (a_tile * a_weight[:, None] + b_tile * b_weight[:, None]) / divisor[:, None]
+
+    out_rows = target * stride_out_token + head * stride_out_head
+    tl.store(out + out_rows[:, None] + columns[None, :], merged, mask=tile_mask)
+    tl.store(
+        lse + target * stride_lse_token + head * stride_lse_head,
+        tl.where(seen, shift + tl.log(divisor), float("-inf")),
+        mask=mask,
+    )
+
+
+@triton.jit
+def _finalize_kernel(
+    out,
+    state_out,
+    stride_out_token,
+    stride_out_head,
+    stride_out_dim,
+    stride_state_token,
+    stride_state_head,
+    stride_state_dim,
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    # [BLOCK_R]
+    index = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    token = index // NUM_HEADS
+    head = index % NUM_HEADS
+    columns = tl.arange(0, BLOCK_D)
+    # [BLOCK_R, BLOCK_D]
+    mask = (token < num_tokens)[:, None] & (columns < HEAD_DIM)[None, :]
+    rows = (token * stride_state_token + head * stride_state_head)[:, None]
+    tile = tl.load(state_out + rows + columns[None, :] * stride_state_dim, mask=mask)
+    rows = (token * stride_out_token + head * stride_out_head)[:, None]
+    tl.store(out + rows + columns[None, :] * stride_out_dim, round_to(tile, out.dtype.element_ty), mask=mask)
+
+
+def merge_states(a: AttentionState, b: AttentionState, out: AttentionState) -> AttentionState:
+    """Merge row by row."""
+    _launch_merge(out, a, b, None)
+    return out
+
+
+def merge_rows(state: AttentionState, rows: Tensor, part: AttentionState) -> None:
+    """Merge into the named rows: only those are read and written."""
+    _launch_merge(state, state, part, rows)
+
+
+def _launch_merge(out: AttentionState, a: AttentionState, b: AttentionState, rows: Tensor | None) -> None:
+    num_tokens, num_heads, head_dim = b.out.shape
+    if b.lse.numel() == 0:
+        return
+    _merge_states_kernel[(math.ceil(num_tokens * num_heads / BLOCK_R),)](
+        out.out,
+        out.lse,
+        a.out,
+        a.lse,
+        b.out,
+        b.lse,
+        b.lse if rows is None else rows,
+        *out.out.stride()[:2],
+        *out.lse.stride(),
+        *a.out.stride()[:2],
+        *a.lse.stride(),
+        *b.out.stride()[:2],
+        *b.lse.stride(),
+        num_tokens,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_R=BLOCK_R,
+        HAS_ROWS=rows is not None,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def finalize(state: AttentionState, out: Tensor) -> Tensor:
+    """Round once."""
+    num_tokens, num_heads, head_dim = out.shape
+    if out.numel() == 0:
+        return out
+    _finalize_kernel[(math.ceil(num_tokens * num_heads / BLOCK_R),)](
+        out,
+        state.out,
+        *out.stride(),
+        *state.out.stride(),
+        num_tokens,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_R=BLOCK_R,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+    return out
