@@ -58,9 +58,9 @@ class LoongServicer(object):
         """Generates tokens, streamed as they come.
 
         The initial metadata "loong-request-id" holds the request's id. Cancelling the call aborts the request.
-        Codes: INVALID_ARGUMENT (a field is out of its range), ALREADY_EXISTS (the id is that of a live request, which is
-        not touched), RESOURCE_EXHAUSTED (never fits the KV pools), INTERNAL (the engine failed), UNAVAILABLE (the
-        engine or the server has stopped).
+        Codes: INVALID_ARGUMENT (a field is out of its range, or the request could never fit the model or the KV pools),
+        ALREADY_EXISTS (the id is that of a live request, which is not touched), INTERNAL (the engine failed),
+        UNAVAILABLE (the engine or the server has stopped).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,4 @@
 # Written by hand: the generator makes no types for services. A test compares it with the descriptor.
-from collections.abc import AsyncIterator
-
 import grpc
 import grpc.aio
 
@@ -17,9 +15,9 @@ class LoongStub:
 class LoongServicer:
     """What a server implements, on an asyncio server."""
 
-    def Generate(
+    async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-    ) -> AsyncIterator[pb.GenerateResponse]: ...
+    ) -> None: ...
     async def Abort(
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
     ) -> pb.AbortResponse: ...
