@@ -1,7 +1,7 @@
 """What every plan must keep to, whoever made it. ``check_plan`` names the first invariant that a plan breaks.
 
 Evictions take effect before launches, so a plan may give away the slots that it frees and prefill what it evicts.
-Drains take effect after: a launch on an instance that the plan drains is one iteration, after which the policy is asked.
+Drains take effect after: a launch on an instance that the plan drains is one iteration; then the policy is asked again.
 """
 
 from collections import Counter

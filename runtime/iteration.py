@@ -39,14 +39,14 @@ class RunningIteration:
 
 
 class StepClock:
-    """Moving averages of the time of a decode step, by group size.
+    """Moving averages of the time of a decode step, by group size; slower samples count at once, faster ones slowly.
 
     An iteration is one command: nothing can join or preempt it midway. Several steps in one save the round trip through
     the manager; bounding their time by the control interval bounds what an arrival, a drain or an abort waits for,
     so steps need not be cut while something waits.
     """
 
-    # Weight of the newest sample.
+    # Weight of a sample that is faster than the average.
     WEIGHT = 0.25
 
     def __init__(self, control_interval_s: float, max_steps: int) -> None:
@@ -62,7 +62,7 @@ class StepClock:
         """Learn from a decode iteration that ended."""
         sample = elapsed_s / steps
         known = self._step_s.get(dop, sample)
-        self._step_s[dop] = known + self.WEIGHT * (sample - known)
+        self._step_s[dop] = max(sample, known + self.WEIGHT * (sample - known))
 
     def steps(self, dop: int, rows_of: Mapping[int, int], free_of: Mapping[int, int], remaining: int) -> int:
         """Choose how many steps a decode group takes.

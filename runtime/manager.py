@@ -180,6 +180,7 @@ class Manager:
         for held in self._held:
             if held.request == abort.request:
                 self._held.remove(held)
+                self.journal.count("aborted")
                 self._commands.append(Finished(held.request, "abort", len(held.tokens), 0))
                 return
         request = self._cluster.requests.get(abort.request)

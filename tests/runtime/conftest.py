@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -185,11 +186,10 @@ class RandomPolicy:
             if launches or running or not requests:
                 break
             evictions += [max(left) for left in [set(evictable) - set(evictions)] if left]
-        taken = {instance for launch in launches for instance in launch.group}
         drains = {
             instance.instance: self._random.choice([r.request for r in (*view.prefills, *view.decodes)])
             for instance in view.instances
-            if instance.instance not in taken and chance() < self._drain_rate
+            if chance() < self._drain_rate
         }
         return Plan(tuple(launches), drains, evictions=tuple(evictions))
 
@@ -255,6 +255,47 @@ class RandomPolicy:
             position += size
         self._random.shuffle(save)
         return SegmentPlan(request.request, count, tuple(save), self._random.randrange(len(group)))
+
+
+class UnrulyPolicy(RandomPolicy):
+    """Random plans, many of which break an invariant, and some of which are none at all."""
+
+    name = "unruly"
+
+    def plan(self, view: ClusterView) -> Plan:
+        plan = super().plan(view)
+        if self._random.random() < 0.5 or not plan.launches:
+            return plan
+        match self._random.randrange(9):
+            case 0:
+                raise RuntimeError("no plan today")
+            case 1:
+                return None  # type: ignore[return-value]
+            case 2:
+                return replace(plan, launches=plan.launches * 2)
+            case 3:
+                return replace(plan, launches=())
+            case 4:
+                return replace(plan, drains={99: 0})
+        launch, *others = plan.launches
+        segment, *rest = launch.segments
+        match self._random.randrange(5):
+            case 0:
+                segment = replace(segment, count=segment.count + 1)
+            case 1:
+                segment = replace(segment, save=segment.save[:-1])
+            case 2:
+                segment = replace(segment, save=tuple((0, begin, end) for _, begin, end in segment.save))
+            case 3:
+                segment = replace(segment, request=segment.request + 1)
+            case 4:
+                launch = replace(launch, group=launch.group[1:])
+        return replace(plan, launches=(replace(launch, segments=(segment, *rest)), *others))
+
+
+@pytest.fixture
+def unruly_policy() -> type[UnrulyPolicy]:
+    return UnrulyPolicy
 
 
 @pytest.fixture
