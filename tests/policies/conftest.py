@@ -1,14 +1,17 @@
-"""A cluster in virtual time, for policies alone: it does what a manager does, and checks every plan."""
+"""Views by hand and by hypothesis, and a cluster in virtual time that does a manager's work and checks every plan."""
 
 import heapq
 from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Literal
 
 import pytest
+from hypothesis import strategies as st
 
 from loongserve.kvpool.ledger import PlacementLedger
-from loongserve.policies.base import ClusterView, InstanceView, Launch, Plan, Policy, RequestView
+from loongserve.policies.base import ClusterView, InstanceView, Launch, Placement, Plan, Policy, RequestView
 from loongserve.runtime.invariants import check_plan
 
 
@@ -185,3 +188,124 @@ class Cluster:
 def make_cluster() -> type[Cluster]:
     """The class: tests make as many clusters as they like."""
     return Cluster
+
+
+def build_view(
+    slots: Mapping[int, int],
+    *,
+    decodes: Mapping[int, Placement] | None = None,
+    prefills: Mapping[int, int] | None = None,
+    busy: Mapping[int, Literal["prefill", "decode"]] | None = None,
+    running: Collection[int] = (),
+    paused: Collection[int] = (),
+    drained: Mapping[int, int] | None = None,
+    growth: int = 4,
+) -> ClusterView:
+    """Write a view down.
+
+    Args:
+        slots: Slots by instance; the free ones follow from the placements.
+        decodes: Placement of each decoding request.
+        prefills: Prompt length of each waiting request.
+        busy: What instances run.
+        running: Requests in an iteration.
+        paused: Requests that a launch has paused.
+        drained: As ``InstanceView.drained_for``.
+        growth: New KV tokens that each request may still come to, beyond what is known.
+    """
+    used: Counter[int] = Counter()
+    decode_views = []
+    for name, placement in (decodes or {}).items():
+        for instance, begin, end in placement:
+            used[instance] += end - begin
+        computed = max(end for _, _, end in placement)
+        decode_views.append(
+            RequestView(
+                request=name,
+                arrival_s=float(name),
+                prompt_tokens=computed,
+                computed_tokens=computed,
+                known_tokens=computed + 1,
+                max_kv_tokens=computed + 1 + growth,
+                placement=placement,
+                master=placement[-1][0],
+                running=name in running,
+                paused=name in paused,
+            )
+        )
+    prefill_views = [
+        RequestView(name, float(name), prompt, 0, prompt, prompt + growth, running=name in running)
+        for name, prompt in (prefills or {}).items()
+    ]
+    instances = tuple(
+        InstanceView(i, num_slots, num_slots - used[i], (busy or {}).get(i), (drained or {}).get(i))
+        for i, num_slots in sorted(slots.items())
+    )
+    return ClusterView(100.0, instances, tuple(prefill_views), tuple(decode_views))
+
+
+@pytest.fixture(scope="session")
+def make_view() -> Callable[..., ClusterView]:
+    """The function ``build_view``."""
+    return build_view
+
+
+@st.composite
+def _views(draw: st.DrawFn) -> ClusterView:
+    """Any view that a manager could show: groups in flight, KV anywhere, drains, pauses, chunks, unequal pools."""
+    slots = draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+    numbers = range(len(slots))
+    # Iteration 0 is none: an idle instance.
+    iteration_of = {i: draw(st.integers(0, 2)) for i in numbers}
+    kinds = {1: draw(st.sampled_from(["prefill", "decode"])), 2: draw(st.sampled_from(["prefill", "decode"]))}
+    groups = {it: [i for i in numbers if iteration_of[i] == it] for it in kinds}
+    free = dict(enumerate(slots))
+    prefills: list[RequestView] = []
+    decodes: list[RequestView] = []
+    for name in range(draw(st.integers(0, 7))):
+        iteration = draw(st.integers(0, 2))
+        running = iteration > 0 and bool(groups[iteration])
+        homes = groups[iteration] if running else list(numbers)
+        is_decode = kinds[iteration] == "decode" if running else draw(st.booleans())
+        placement: list[tuple[int, int, int]] = []
+        computed = 0
+        for instance in draw(st.permutations(homes)):
+            if computed == 0 or draw(st.booleans()):
+                taken = draw(st.integers(0, min(free[instance], 12)))
+                if taken and (is_decode or draw(st.booleans())):
+                    placement.append((instance, computed, computed + taken))
+                    free[instance] -= taken
+                    computed += taken
+        is_decode = is_decode and computed > 0
+        if running and is_decode != (kinds[iteration] == "decode"):
+            running = False
+        pending = 1 if is_decode else draw(st.integers(2 if computed else 1, 40))
+        known = computed + pending
+        prompt = draw(st.integers(1, computed)) if is_decode else known
+        request = RequestView(
+            request=name,
+            arrival_s=float(name),
+            prompt_tokens=prompt,
+            computed_tokens=computed,
+            known_tokens=known,
+            max_kv_tokens=known + draw(st.integers(0, 20)),
+            placement=tuple(placement),
+            master=placement[-1][0] if placement else None,
+            running=running,
+            paused=is_decode and not running and draw(st.booleans()),
+        )
+        (decodes if is_decode else prefills).append(request)
+    live = [r.request for r in (*prefills, *decodes)]
+    instances = []
+    for i in numbers:
+        kind = kinds.get(iteration_of[i])
+        in_flight = draw(st.integers(0, free[i])) if kind else 0
+        drained_for = draw(st.sampled_from([None, *live]))
+        instances.append(InstanceView(i, slots[i], free[i] - in_flight, kind, drained_for))  # type: ignore[arg-type]
+    return ClusterView(100.0, tuple(instances), tuple(prefills), tuple(decodes))
+
+
+@pytest.fixture(scope="session")
+def views() -> st.SearchStrategy[ClusterView]:
+    """Strategy of views."""
+    return _views()
