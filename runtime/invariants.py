@@ -151,12 +151,16 @@ def _check_segment(launch: Launch, segment: SegmentPlan, request: RequestView, i
 
 def _check_save(save: Placement, name: int, begin: int, end: int) -> None:
     position = begin
-    for _, low, high in sorted(save, key=lambda piece: (piece[1], piece[2])):
+    for _, low, high in sorted(save, key=lambda piece: piece[1:]):
+        if low == high:
+            continue
         if low != position or high < low:
-            raise _Broken("save-cover", f"request {name}: {save} does not cover [{begin}, {end}) once")
+            break
         position = high
-    if position != end:
-        raise _Broken("save-cover", f"request {name}: {save} does not cover [{begin}, {end}) once")
+    else:
+        if position == end:
+            return
+    raise _Broken("save-cover", f"request {name}: {save} does not cover [{begin}, {end}) once")
 
 
 def _check_pauses(launch: Launch, requests: dict[int, RequestView], decodes: set[int]) -> None:

@@ -131,7 +131,7 @@ class AdmissionLimits:
             for index, token in enumerate(submit.tokens)
             if type(token) is not int or not 0 <= token < self.vocab_size
         )
-        return f"tokens[{index}]: {token!r} is not in the vocabulary of {self.vocab_size} tokens"
+        return f"tokens[{index}]: must be an integer in [0, {self.vocab_size}), the vocabulary, got {token!r}"
 
     def _pool_fault(self, submit: Submit) -> str | None:
         needed = len(submit.tokens) + self.clamp_new_tokens(submit) - 1
