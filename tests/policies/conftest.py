@@ -56,6 +56,13 @@ class Cluster:
         view = RequestView(request, at_s, prompt, 0, prompt, prompt + output - 1)
         heapq.heappush(self.events, (at_s, next(self.order), view))
 
+    def resume(self, request: int, placement: Placement, output: int, at_s: float = 0.0) -> None:
+        """Add a request that is decoding, with KV as given."""
+        self.ledger.place(request, placement)
+        computed = max(end for _, _, end in placement)
+        view = RequestView(request, at_s, computed, computed, computed + 1, computed + output)
+        heapq.heappush(self.events, (at_s, next(self.order), view))
+
     def view(self) -> ClusterView:
         requests = []
         for request in self.live.values():

@@ -228,6 +228,47 @@ def test_a_wide_prefill_starts_after_one_iteration_of_saturating_decodes(make_cl
     assert sorted(cluster.finished) == [*range(8), 99]
 
 
+def test_requests_that_share_holders_come_together_within_an_iteration(make_cluster: type) -> None:
+    cluster = make_cluster(LoongServePolicy(), {0: 1000, 1: 1000})
+    cluster.resume(1, ((0, 0, 5),), output=50)
+    cluster.resume(2, ((1, 0, 5),), output=50, at_s=0.3)
+    cluster.resume(3, ((0, 0, 5), (1, 5, 9)), output=50, at_s=0.5)
+    cluster.run()
+    assert (cluster.log[0].group, cluster.log[1].group) == ((0,), (1,))
+    # Instance 0 rests at 1.0 until instance 1 does at 1.3.
+    together = cluster.started(3, "decode")
+    assert (together.begin_s, together.group, together.requests) == (1.3, (0, 1), (1, 2, 3))
+    assert all(cluster.tokens[request][-1] <= 54.0 for request in (1, 2, 3))
+
+
+def test_a_chain_of_shared_holders_comes_together(make_cluster: type) -> None:
+    cluster = make_cluster(LoongServePolicy(), dict.fromkeys(range(4), 1000))
+    for link in range(3):
+        at_s = (0.0, 0.6, 0.3)[link]
+        cluster.resume(link, ((link, 0, 5), (link + 1, 5, 9)), output=50, at_s=at_s)
+    cluster.run()
+    together = next(i for i in cluster.log if i.group == (0, 1, 2, 3))
+    assert together.requests == (0, 2, 1)
+    assert together.begin_s <= 2.0
+
+
+def test_a_prefill_on_one_holder_stops_nobody_else(make_cluster: type) -> None:
+    cluster = make_cluster(LoongServePolicy(), {0: 1000, 1: 900}, prefill_s_per_token=0.2)
+    cluster.resume(1, ((0, 0, 5),), output=300)
+    cluster.resume(2, ((1, 0, 5),), output=300)
+    cluster.resume(3, ((0, 0, 5), (1, 5, 9)), output=300)
+    cluster.submit(4, prompt=100, output=2, at_s=5.5)
+    cluster.run()
+    prefill = cluster.started(4)
+    assert (prefill.begin_s, prefill.group, prefill.pauses) == (6.0, (0,), (1, 3))
+    during = [i for i in cluster.log if prefill.begin_s <= i.begin_s < prefill.end_s and i is not prefill]
+    assert {(i.group, i.requests) for i in during} == {((1,), (2,))}
+    assert len(during) >= 20
+    after = next(i for i in cluster.log if i.begin_s >= prefill.end_s and 3 in i.requests)
+    assert after.begin_s <= prefill.end_s + 1.0
+    assert after.requests == (1, 2, 3, 4)
+
+
 def test_prefill_scales_down_and_a_full_instance_scales_up(make_cluster: type) -> None:
     cluster = make_cluster(LoongServePolicy(min_tokens_per_instance=10), {0: 40, 1: 40, 2: 40})
     cluster.submit(1, prompt=30, output=50)
