@@ -9,7 +9,7 @@ socket. Two things it does not do well are kept from callers:
   proceed. The native time-out is kept for `abort`, which needs just that: it wakes every courier, and peers see it.
 - A message longer than the tensor it is received into ends the process, a shorter one goes unnoticed. So a message
   bears a tag made of its number within the lane, its size and its dtype: ends that disagree never meet, and both run
-  into their deadlines.
+  into their deadlines, as does all that follows in that lane.
 """
 
 import queue

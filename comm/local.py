@@ -73,6 +73,8 @@ class LocalWorld:
         max_delay_s: float = 0.0,
         timeout_s: float = 60.0,
     ) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
         if max_delay_s < 0:
             raise ValueError(f"max_delay_s must not be negative, got {max_delay_s}")
         if timeout_s <= 0:

@@ -1,0 +1,171 @@
+"""Worlds of ranks for the tests of comm: threads over each transport, and real processes."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from loongserve.comm.gloo import GlooTransport
+from loongserve.comm.local import LocalWorld
+from loongserve.comm.transport import Handle, Op, Recv, Transport
+
+EXCHANGES = Path(__file__).with_name("exchanges.py")
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture(scope="session")
+def exchanges() -> ModuleType:
+    """The module exchanges.py, which is not importable by name."""
+    spec = importlib.util.spec_from_file_location("comm_exchanges", EXCHANGES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class GuardedTransport(Transport):
+    """Passes ops on, and refuses a receive into memory that is still in flight, or a send of memory being received."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.rank, inner.world_size, inner.num_channels)
+        self._inner = inner
+        self._in_flight: list[tuple[Handle, Op]] = []
+        self._guard = threading.Lock()
+
+    def _post(self, ops: Sequence[Op], channel: int) -> Handle:
+        with self._guard:
+            self._in_flight = [(handle, op) for handle, op in self._in_flight if not handle.done()]
+            taken = [op for _, op in self._in_flight]
+            for op in ops:
+                for other in taken:
+                    if (isinstance(op, Recv) or isinstance(other, Recv)) and overlap(op.tensor, other.tensor):
+                        raise AssertionError(f"rank {self.rank}: {op} uses memory that is in flight in {other}")
+                taken.append(op)
+            handle = self._inner.post(ops, channel)
+            self._in_flight += [(handle, op) for op in ops]
+            return handle
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def on_threads(transports: Sequence[Transport], body: Callable[[Transport], object], timeout_s: float = 60.0) -> None:
+    """Run `body` for every rank on a thread of its own; raise the first error, or TimeoutError at the deadline."""
+    errors: list[BaseException] = []
+
+    def run(transport: Transport) -> None:
+        try:
+            body(transport)
+        except BaseException as error:
+            errors.append(error)
+            for each in transports:
+                each.abort()
+
+    threads = [threading.Thread(target=run, args=(transport,), daemon=True) for transport in transports]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    for transport in transports if stuck else ():
+        transport.abort()
+    if errors:
+        raise errors[0]
+    if stuck:
+        raise TimeoutError(f"ranks still run after {timeout_s} s: {stuck}")
+
+
+@pytest.fixture(name="on_threads")
+def on_threads_fixture() -> Callable[..., None]:
+    return on_threads
+
+
+@pytest.fixture
+def guard() -> Callable[[Sequence[Transport]], list[Transport]]:
+    return lambda transports: [GuardedTransport(transport) for transport in transports]
+
+
+def connect_gloo(size: int, store_path: Path, channels: int = 2, timeout_s: float = 60.0) -> list[Transport]:
+    """Make the ranks of a gloo world in this process."""
+    transports: dict[int, Transport] = {}
+
+    def make(rank: int) -> None:
+        transports[rank] = GlooTransport(rank, size, store_path, channels, timeout_s)
+
+    threads = [threading.Thread(target=make, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    return [transports[rank] for rank in range(size)]
+
+
+@pytest.fixture(params=["local", "local-delayed", "gloo"])
+def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], list[Transport]]]:
+    """Makes the transports of a world of a given size; the test runs over each kind of world."""
+    made: list[Transport] = []
+
+    def make(size: int) -> list[Transport]:
+        if request.param == "gloo":
+            transports = connect_gloo(size, tmp_path / f"store-{len(made)}")
+        else:
+            world = LocalWorld(size, seed=11, max_delay_s=0.002 if request.param == "local-delayed" else 0.0)
+            transports = [world.transport(rank) for rank in range(size)]
+        made.extend(transports)
+        return transports
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def gloo_world(tmp_path: Path) -> Iterator[Callable[..., list[Transport]]]:
+    made: list[Transport] = []
+
+    def make(size: int, channels: int = 2, timeout_s: float = 60.0) -> list[Transport]:
+        made.extend(connect_gloo(size, tmp_path / f"store-{len(made)}", channels, timeout_s))
+        return made[-size:]
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def spawn(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"]]]:
+    """Starts real processes that run a scenario of exchanges.py; those left at the end of the test are killed."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(scenario: str, world_size: int, ranks: Sequence[int] | None = None) -> list["subprocess.Popen[str]"]:
+        environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+        for rank in range(world_size) if ranks is None else ranks:
+            command = [sys.executable, str(EXCHANGES), scenario, str(rank), str(world_size), str(tmp_path / "store")]
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+            )
+        return processes
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
