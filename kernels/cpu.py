@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from loongserve.kernels.cpu_attention import (
-    paged_attention,
-    plan_paged_attention,
-    plan_striped_attention,
-    striped_attention,
-)
 from loongserve.kernels.cpu_elementwise import (
     apply_rope,
     finalize,
@@ -17,6 +11,8 @@ from loongserve.kernels.cpu_elementwise import (
     save_kv,
     silu_and_mul,
 )
+from loongserve.kernels.cpu_paged import paged_attention, plan_paged_attention
+from loongserve.kernels.cpu_striped import plan_striped_attention, striped_attention
 
 __all__ = [
     "apply_rope",

@@ -18,6 +18,7 @@ FLOAT32 = torch.float32
 CASES = [
     pytest.param(([1], [1]), (1, 1, 64), FLOAT32, id="one_slot"),
     pytest.param(([1, 1, 1], [70, 0, 5]), (9, 3, 64), FLOAT32, id="decode"),
+    pytest.param(([1] * 7, [30, 41, 0, 60, 59, 1, 2]), (9, 3, 64), FLOAT32, id="decode_of_like_lengths"),
     pytest.param(([0, 2, 0], [3, 0, 0]), (4, 4, 64), FLOAT32, id="empty_members"),
     pytest.param(([0], [0]), (4, 2, 64), FLOAT32, id="nothing"),
     pytest.param(([1], [0]), (4, 2, 64), FLOAT32, id="no_slots"),
@@ -25,6 +26,7 @@ CASES = [
     pytest.param(([150], [21]), (2, 1, 96), FLOAT32, id="longer_than_a_tile"),
     pytest.param(([1], [700]), (8, 1, 256), FLOAT32, id="mqa_wide_head"),
     pytest.param(([1, 2], [300, 17]), (9, 3, 64), torch.bfloat16, id="bf16"),
+    pytest.param(([1, 1, 1], [20, 31, 17]), (28, 7, 128), torch.bfloat16, id="bf16_decode_of_like_lengths"),
     pytest.param(([5, 1], [40, 40]), (4, 4, 80), torch.float16, id="f16"),
 ]
 
@@ -192,20 +194,21 @@ def test_requests_may_share_slots(device, nan_state, assert_state_close):
     assert_state_close(out, expected_state([1, 1], slots, q, pool, 0.125))
 
 
-def test_plan_serves_every_layer(device, nan_state, assert_state_close):
+@pytest.mark.parametrize("counts", [[1, 2], [1, 1]], ids=["mixed", "decode"])
+def test_plan_serves_every_layer(counts, device, nan_state, assert_state_close):
     """One plan runs over other caches and queries: strided views of larger tensors here."""
-    heads, slots = (4, 2, 64), [torch.tensor([5, 2, 9]), torch.arange(3, 8)]
+    heads, slots, total = (4, 2, 64), [torch.tensor([5, 2, 9]), torch.arange(3, 8)], sum(counts)
     arguments = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": FLOAT32, "device": device}
-    plan = plan_paged_attention([0, 1, 3], [each.to(device) for each in slots], **arguments)
+    plan = plan_paged_attention(cumulated(counts), [each.to(device) for each in slots], **arguments)
     for seed in range(2):
         wide = torch.full((10, 2, 2, 64), torch.nan, device=device)
         pool = (wide[:, 0], wide[:, 1])
         fill(pool, slots, seed)
-        q = torch.cat((make_queries([3], heads, FLOAT32, device, seed),) * 2, dim=1)[:, 2:6]
-        whole = nan_state(5, 4, 64)
-        paged_attention(plan, q, *pool, whole.rows(1, 4), scale=0.3)
-        assert_state_close(whole.rows(1, 4), expected_state([1, 2], slots, q, pool, 0.3))
-        assert whole.out[[0, 4]].isnan().all()
+        q = torch.cat((make_queries([total], heads, FLOAT32, device, seed),) * 2, dim=1)[:, 2:6]
+        whole = nan_state(total + 2, 4, 64)
+        paged_attention(plan, q, *pool, whole.rows(1, total + 1), scale=0.3)
+        assert_state_close(whole.rows(1, total + 1), expected_state(counts, slots, q, pool, 0.3))
+        assert whole.out[[0, total + 1]].isnan().all()
 
 
 def test_large_scores(device, nan_state, assert_state_close):
