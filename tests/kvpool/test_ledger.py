@@ -106,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.total_free == sum(CAPACITIES.values())
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_random_operations_agree_with_the_model = pytest.mark.timeout(120)(LedgerMachine.TestCase)
 
 

@@ -103,7 +103,7 @@ class TableMachine(RuleBasedStateMachine):
         assert self.allocator.num_free == NUM_SLOTS
 
 
-TableMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TableMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_random_operations_agree_with_the_model = pytest.mark.timeout(120)(TableMachine.TestCase)
 
 
