@@ -384,6 +384,14 @@ class ManagerDriver:
             commands += self.sample(iteration, step, token)
         return commands + self.end(iteration, elapsed_s)
 
+    def run_all(self) -> None:
+        """Run iterations until no request holds anything."""
+        for _ in range(200):
+            if not self.manager.ledger.requests():
+                return
+            self.run()
+        raise AssertionError("200 iterations, and requests still hold KV")
+
 
 @pytest.fixture
 def driver() -> type[ManagerDriver]:

@@ -73,8 +73,7 @@ def test_bad_input_is_refused_by_field_and_a_good_request_is_served_after(
     assert limit in refused.message
 
     safe.send(GOOD)
-    while safe.manager.ledger.requests():
-        safe.run()
+    safe.run_all()
     assert safe.sent[-1] in (Free(seq, 0, 1, 1) for seq in range(20))
     assert [event.index for event in safe.sent if isinstance(event, Token)] == [0, 1, 2, 3]
     assert safe.manager.ledger.total_free == 40
@@ -96,8 +95,7 @@ def test_what_can_never_fit_is_refused_at_once_and_the_queue_moves(driver: Any) 
 
 def test_max_new_tokens_is_cut_to_the_models_length(safe: Any) -> None:
     safe.send(Submit(1, (1,) * 27, 1000))
-    while safe.manager.ledger.requests():
-        safe.run()
+    safe.run_all()
     assert Finished(1, "length", 27, 3) in safe.sent
 
 
@@ -229,8 +227,7 @@ def test_abort_of_one_row_leaves_its_neighbour_alone(driver: Any) -> None:
         if len(static.launched().segments) == 2:
             break
     assert static.send(Abort(1))[-1].reason == "abort"
-    while static.manager.ledger.requests():
-        static.run()
+    static.run_all()
     assert [event.index for event in static.sent if isinstance(event, Token) and event.request == 2] == [*range(15)]
     assert [event.reason for event in static.sent if isinstance(event, Finished)] == ["abort", "length"]
 
@@ -287,7 +284,6 @@ def test_status_shows_instances_groups_and_decisions(safe: Any) -> None:
 def test_every_command_has_its_own_rising_seq(safe: Any) -> None:
     for request in range(3):
         safe.send(Submit(request, (1, 2), 3))
-    while safe.manager.ledger.requests():
-        safe.run()
+    safe.run_all()
     seqs = [command.seq for command in safe.sent if isinstance(command, Iteration | Free)]
     assert seqs == sorted(set(seqs))

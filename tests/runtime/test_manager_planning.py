@@ -56,7 +56,7 @@ def test_renewals_take_as_many_steps_as_the_control_interval_holds(decoding: Any
 
 def test_steps_stop_at_the_least_remaining_tokens(decoding: Any) -> None:
     steps = []
-    while decoding.manager.ledger.requests():
+    for _ in range(5):
         decoding.run(elapsed_s=0.001)
         steps.append(decoding.launched().steps)
     assert Finished(1, "length", 3, 15) in decoding.sent
@@ -204,8 +204,7 @@ def test_an_evicted_request_is_computed_again_and_repeats_no_token(decoding: Any
     [segment] = again.segments
     assert (segment.begin, segment.resident, segment.tokens[:5]) == (0, (), (1, 2, 3, 7, 8))
     decoding.policy.function = SafePolicy().plan
-    while decoding.manager.ledger.requests():
-        decoding.run()
+    decoding.run_all()
     assert [event.index for event in decoding.sent if isinstance(event, Token) and event.request == 1] == [*range(15)]
     assert decoding.counters["evictions"] == 1
     assert decoding.manager.ledger.total_free == 40
@@ -239,8 +238,7 @@ def test_a_drain_for_a_request_that_is_aborted_is_planned_anew(decoding: Any) ->
 def test_mean_decode_time_is_of_finished_requests(decoding: Any) -> None:
     assert decoding.views[-1].mean_decode_s == 0
     decoding.now = 6.0
-    while decoding.manager.ledger.requests():
-        decoding.run()
+    decoding.run_all()
     decoding.send(Submit(2, (1,), 1))
     assert decoding.views[-1].mean_decode_s == 6.0
 
@@ -273,8 +271,7 @@ def test_the_fallback_plans_where_the_policy_fails_and_each_fault_is_logged_once
     made = driver(plan)
     for request in (1, 2):
         made.send(Submit(request, (1, 2, 3), 2))
-        while made.manager.ledger.requests():
-            made.run()
+        made.run_all()
         assert Finished(request, "length", 3, 2) in made.sent
     assert made.counters["plan_violations"] >= 2 * violations
     assert made.counters["fallback_plans"] >= 2
