@@ -63,7 +63,7 @@ def encode(message: Any) -> bytes:
     return bytes((WIRE_VERSION,)) + packed
 
 
-def decode(payload: bytes | memoryview) -> Any:
+def decode(payload: bytes | bytearray | memoryview) -> Any:
     """Turn a payload back into the message.
 
     Raises:
