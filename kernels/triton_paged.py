@@ -46,20 +46,24 @@ if TYPE_CHECKING:
 DECODE_TILES: dict[tuple[str, int, int], Tile] = {
     ("sm_80", 128, 2): Tile(16, 64, 4, 3),
     ("sm_80", 256, 2): Tile(16, 32, 4, 3),
-    ("sm_80", 128, 4): Tile(16, 32, 4, 3),
-    ("sm_80", 256, 4): Tile(16, 32, 4, 2),
+    ("sm_80", 64, 4): Tile(16, 32, 4, 3),
+    ("sm_80", 128, 4): Tile(16, 32, 4, 2),
+    ("sm_80", 256, 4): Tile(16, 16, 8, 1),
     ("sm_86", 128, 2): Tile(16, 64, 4, 2),
     ("sm_86", 256, 2): Tile(16, 32, 4, 2),
+    ("sm_86", 64, 4): Tile(16, 32, 4, 3),
     ("sm_86", 128, 4): Tile(16, 32, 4, 2),
-    ("sm_86", 256, 4): Tile(16, 16, 4, 2),
+    ("sm_86", 256, 4): Tile(16, 16, 8, 1),
     ("sm_90", 128, 2): Tile(16, 64, 4, 4),
     ("sm_90", 256, 2): Tile(16, 64, 4, 3),
-    ("sm_90", 128, 4): Tile(16, 32, 4, 3),
-    ("sm_90", 256, 4): Tile(16, 32, 4, 2),
+    ("sm_90", 64, 4): Tile(16, 32, 4, 3),
+    ("sm_90", 128, 4): Tile(16, 32, 4, 2),
+    ("sm_90", 256, 4): Tile(16, 16, 8, 1),
     ("sm_100", 128, 2): Tile(16, 64, 4, 4),
     ("sm_100", 256, 2): Tile(16, 64, 4, 3),
-    ("sm_100", 128, 4): Tile(16, 32, 4, 3),
-    ("sm_100", 256, 4): Tile(16, 32, 4, 2),
+    ("sm_100", 64, 4): Tile(16, 32, 4, 3),
+    ("sm_100", 128, 4): Tile(16, 32, 4, 2),
+    ("sm_100", 256, 4): Tile(16, 16, 8, 1),
     ("gfx942", 128, 2): Tile(16, 64, 4, 1),
     ("gfx942", 256, 2): Tile(16, 32, 4, 1),
     ("gfx942", 128, 4): Tile(16, 32, 4, 1),
@@ -70,20 +74,24 @@ DECODE_TILES: dict[tuple[str, int, int], Tile] = {
 PREFILL_TILES: dict[tuple[str, int, int], Tile] = {
     ("sm_80", 128, 2): Tile(64, 64, 4, 2),
     ("sm_80", 256, 2): Tile(64, 32, 8, 2),
-    ("sm_80", 128, 4): Tile(64, 32, 8, 2),
-    ("sm_80", 256, 4): Tile(32, 32, 8, 2),
+    ("sm_80", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_80", 128, 4): Tile(16, 32, 4, 1),
+    ("sm_80", 256, 4): Tile(16, 16, 8, 1),
     ("sm_86", 128, 2): Tile(64, 32, 4, 2),
     ("sm_86", 256, 2): Tile(64, 32, 8, 1),
-    ("sm_86", 128, 4): Tile(32, 32, 4, 1),
-    ("sm_86", 256, 4): Tile(16, 32, 4, 1),
+    ("sm_86", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_86", 128, 4): Tile(16, 32, 4, 1),
+    ("sm_86", 256, 4): Tile(16, 16, 8, 1),
     ("sm_90", 128, 2): Tile(128, 64, 8, 2),
     ("sm_90", 256, 2): Tile(64, 64, 8, 2),
-    ("sm_90", 128, 4): Tile(64, 32, 8, 2),
-    ("sm_90", 256, 4): Tile(32, 32, 8, 2),
+    ("sm_90", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_90", 128, 4): Tile(16, 32, 4, 1),
+    ("sm_90", 256, 4): Tile(16, 16, 8, 1),
     ("sm_100", 128, 2): Tile(128, 64, 8, 2),
     ("sm_100", 256, 2): Tile(64, 64, 8, 2),
-    ("sm_100", 128, 4): Tile(64, 32, 8, 2),
-    ("sm_100", 256, 4): Tile(32, 32, 8, 2),
+    ("sm_100", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_100", 128, 4): Tile(16, 32, 4, 1),
+    ("sm_100", 256, 4): Tile(16, 16, 8, 1),
     ("gfx942", 128, 2): Tile(64, 64, 4, 1),
     ("gfx942", 256, 2): Tile(64, 32, 4, 1),
     ("gfx942", 128, 4): Tile(32, 32, 4, 1),
@@ -431,20 +439,12 @@ def make_work(
 
 
 def choose_part_tokens(lengths: Sequence[int], num_tiles: Sequence[int], max_items: int) -> int:
-    """Find the shortest part, a multiple of ``MIN_PART_TOKENS``, that makes at most ``max_items`` items.
+    """Share all (tile, slot) pairs of a plan out to ``max_items`` parts of equal length, in whole MIN_PART_TOKENS.
 
-    Where even whole requests make more, the answer is the longest request: nothing is cut.
+    A request shorter than that is not cut, and a long one is, however many short ones there are beside it.
     """
-    shortest, longest = 1, max(1, triton.cdiv(max(lengths, default=0), MIN_PART_TOKENS))
-    while shortest < longest:
-        middle = (shortest + longest) // 2
-        part = middle * MIN_PART_TOKENS
-        items = sum(tiles * max(1, triton.cdiv(n, part)) for n, tiles in zip(lengths, num_tiles, strict=True))
-        if items <= max_items:
-            longest = middle
-        else:
-            shortest = middle + 1
-    return shortest * MIN_PART_TOKENS
+    total = sum(length * tiles for length, tiles in zip(lengths, num_tiles, strict=True))
+    return MIN_PART_TOKENS * max(1, math.ceil(total / max_items / MIN_PART_TOKENS))
 
 
 def _to_device(rows: list[list[int]], columns: int, device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ class CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a compiled kernel takes. ``spills`` are bytes a thread on the stack, or local loads and stores if more."""
+    """What a compiled kernel takes: registers, stack bytes a thread, instructions on local memory, shared memory."""
 
     kernel: str
     arch: str
@@ -101,6 +101,11 @@ class Resources:
     shared_bytes: int
     shared_limit_bytes: int
     matrix_instructions: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing spills and the shared memory is within the limit."""
+        return not self.stack_bytes and not self.local_instructions and self.shared_bytes <= self.shared_limit_bytes
 
 
 def attention_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Iterator[CompileJob]:
@@ -165,6 +170,7 @@ def small_matrix() -> Iterator[CompileJob]:
         ("sm_80", 256, (8, 2), torch.bfloat16),
         ("sm_90", 80, (28, 7), torch.bfloat16),
         ("sm_100", 192, (16, 16), torch.float16),
+        ("sm_90", 256, (8, 2), torch.float32),
         ("gfx942", 96, (32, 32), torch.float16),
     ):
         yield from attention_jobs(arch, head_dim, heads, dtype)

@@ -23,7 +23,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
-# Triton's interpreter rounds float32 to bfloat16 toward zero, GPUs to nearest even.
+# Triton's interpreter multiplies bfloat16 as if it were integers and rounds to it toward zero, unlike any GPU.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -35,6 +35,15 @@ def round_to(x, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """Multiply with float32 sums; ``acc`` may be None."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -89,26 +98,26 @@ def attend_keys(
     # [BLOCK_N, D_MAIN]
     k_tile = load_rows(k + k_offsets[:, None] + main[None, :], key_mask, MASK_KEYS, main, False)
     # [BLOCK_M, BLOCK_N]
-    scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+    scores = dot(q, tl.trans(k_tile), None, PRECISION)
     if D_TAIL > 0:
         tail = D_MAIN + tl.arange(0, D_TAIL)
         # [BLOCK_N, D_TAIL]
         k_tail = load_rows(
             k + k_offsets[:, None] + tail[None, :], key_mask, MASK_KEYS, tail < HEAD_DIM, D_MAIN + D_TAIL > HEAD_DIM
         )
-        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+        scores = dot(q_tail, tl.trans(k_tail), scores, PRECISION)
     if MASK_SCORES:
         scores = tl.where(visible, scores, float("-inf"))
     p, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
     v_tile = load_rows(v + v_offsets[:, None] + main[None, :], key_mask, MASK_KEYS, main, False)
     p = round_to(p, v_tile.dtype)
-    acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    acc = dot(p, v_tile, acc * alpha[:, None], PRECISION)
     if D_TAIL > 0:
         tail = D_MAIN + tl.arange(0, D_TAIL)
         v_tail = load_rows(
             v + v_offsets[:, None] + tail[None, :], key_mask, MASK_KEYS, tail < HEAD_DIM, D_MAIN + D_TAIL > HEAD_DIM
         )
-        acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision=PRECISION)
+        acc_tail = dot(p, v_tail, acc_tail * alpha[:, None], PRECISION)
     return acc, acc_tail, row_max, row_sum
 
 

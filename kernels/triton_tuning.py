@@ -44,9 +44,10 @@ class Tile:
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Split a head into a power of two and a padded rest, both at least 16 or 0, e.g. 80 = 64 + 16, 192 = 128 + 64.
+    """Split a head into a power of two up to 128 and a padded rest: 64 = 64 + 0, 80 = 64 + 16, 256 = 128 + 128.
 
     A tile's width must be a power of two: padding 80 to 128 would waste a third of the arithmetic and of the memory.
+    Tiles of 256 columns in one piece need more registers than there are.
 
     Raises:
         ValueError: head_dim is not in 16..256.
@@ -56,7 +57,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
             f"the triton provider takes head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {head_dim}: "
             "LOONG_KERNELS=reference takes any"
         )
-    main = 1 << (head_dim.bit_length() - 1)
+    main = min(128, 1 << (head_dim.bit_length() - 1))
     rest = head_dim - main
     return main, max(16, 1 << (rest - 1).bit_length()) if rest else 0
 
@@ -73,7 +74,7 @@ def table_row(table: Mapping[tuple[str, int, int], Tile], arch: str, head_dim: i
         ValueError: the table has no row for this arch.
     """
     if arch == "interpreter":
-        return Tile(block_m=16, block_n=16, num_warps=1, num_stages=1)
+        return Tile(block_m=16, block_n=32, num_warps=1, num_stages=1)
     bounds = sorted(bound for a, bound, size in table if a == arch and size == dtype.itemsize and bound >= head_dim)
     if not bounds:
         raise ValueError(f"no tuning for arch {arch!r}, head_dim {head_dim} and {dtype}: expected one of {ARCHS}")
