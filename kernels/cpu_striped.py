@@ -56,11 +56,10 @@ def plan_striped_attention(
     pairs: list[_Block] = []
     spans = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), diagonals, strict=True)
     for (q_begin, q_end), (k_begin, k_end), diagonal in spans:
-        parts = split_diagonal(q_end - q_begin, k_end - k_begin, diagonal)
-        for a, b, c, d, causal in parts:
+        for a, b, c, d, causal in split_diagonal(q_end - q_begin, k_end - k_begin, diagonal):
             block = _Block(q_begin + a, q_begin + b, k_begin + c, k_begin + d, causal)
-            # A sequence in two parts has several keys for a query, so no query is in two pairs.
-            is_pair = len(parts) == 1 and b - a == 1 and d - c == 1
+            # A lone query has all its keys in one block, so no query is in two pairs.
+            is_pair = b - a == 1 and d - c == 1
             (pairs if is_pair else blocks).append(block)
     return StripedPlan(
         provider="cpu",

@@ -26,6 +26,8 @@ def expected_product(x):
     return torch.nn.functional.silu(gate) * up
 
 
+# NumPy under Triton's interpreter says so where exp(-gate) is infinite, which is right: silu is 0 there.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_agrees_with_float64(shape, dtype, device, supported, assert_close):
