@@ -1,0 +1,62 @@
+"""paged_attention of the cpu provider: decode over slots of a pool beside torch's SDPA over gathered K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from loongserve.kernels import reference
+from loongserve.kernels.paged import paged_attention, plan_paged_attention
+from loongserve.kernels.state import AttentionState
+
+HEADS = (9, 3, 64)
+# Slots are single tokens, and SDPA is given them in a row: what finding them costs is what is allowed.
+LEAST_RATIO = 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["run", "scattered"])
+def test_decode(layout: str, dtype: torch.dtype, ratio_to: Callable[..., float]) -> None:
+    q_heads, kv_heads, head_dim = HEADS
+    requests, length = 4, 4096
+    generator = torch.Generator().manual_seed(0)
+    pool = [torch.randn(requests * length, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2)]
+    order = torch.arange(requests * length)
+    if layout == "scattered":
+        order = torch.randperm(requests * length, generator=generator)
+    slots = order.split(length)
+    q = torch.randn(requests, q_heads, head_dim, generator=generator).to(dtype)
+    plan = plan_paged_attention(
+        range(requests + 1),
+        slots,
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    state = AttentionState.empty(requests, q_heads, head_dim)
+    scale = head_dim**-0.5
+    paged_attention(plan, q, pool[0], pool[1], state, scale=scale)
+    visible = torch.ones(1, length, dtype=torch.bool)
+    for index, request_slots in enumerate(slots):
+        rows = slice(index, index + 1)
+        part = reference.attend(q[rows], pool[0][request_slots], pool[1][request_slots], visible, scale, torch.float64)
+        torch.testing.assert_close(
+            state.out[rows].double(), part.out, rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5
+        )
+
+    gathered = [torch.stack([cache[s].transpose(0, 1) for s in slots]) for cache in pool]
+    q4 = q[:, :, None]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    gigabytes = 2 * pool[0].nbytes / 1e9
+    ratio = ratio_to(
+        lambda: paged_attention(plan, q, pool[0], pool[1], state, scale=scale),
+        lambda: sdpa(q4, gathered[0], gathered[1], enable_gqa=True),
+        "SDPA, gathered",
+        gigabytes,
+        "GB",
+    )
+    assert ratio > LEAST_RATIO
