@@ -45,7 +45,6 @@ class _Lane:
     sends: deque[_Pending] = field(default_factory=deque)
     recvs: deque[_Pending] = field(default_factory=deque)
     in_flight: deque[tuple[_Pending, _Pending]] = field(default_factory=deque)
-    last_due_s: float = 0.0
 
 
 class LocalWorld:
@@ -86,7 +85,8 @@ class LocalWorld:
         self._max_delay_s = max_delay_s
         self._changed = threading.Condition()
         self._lanes: dict[tuple[int, int, int], _Lane] = {}
-        # (due, number, lane): the number keeps equal dues in order and is never compared beyond.
+        # (due, number, lane): at that time the lane delivers its oldest message, so delays never break its order. The
+        # number is there so that lanes are not compared.
         self._timeline: list[tuple[float, int, _Lane]] = []
         self._num_scheduled = 0
         self._gone: set[int] = set()
@@ -154,9 +154,8 @@ class LocalWorld:
             self._deliver(lane)
             return
         delay_s = self._max_delay_s * (1.0 if lane.rng is None else lane.rng.random())
-        lane.last_due_s = max(lane.last_due_s, time.monotonic() + delay_s)
         self._num_scheduled += 1
-        heapq.heappush(self._timeline, (lane.last_due_s, self._num_scheduled, lane))
+        heapq.heappush(self._timeline, (time.monotonic() + delay_s, self._num_scheduled, lane))
         if self._timer is None:
             self._timer = threading.Thread(target=self._run_timer, name="local-world-timer", daemon=True)
             self._timer.start()

@@ -81,6 +81,29 @@ def test_q_may_be_changed_after_start(on_threads: Any) -> None:
         on_threads([world.transport(rank) for rank in range(2)], body)
 
 
+def test_replies_may_be_changed_when_states_ends(on_threads: Any) -> None:
+    """A holder that asks nothing itself still waits there until its replies are taken."""
+
+    def body(transport: Transport) -> None:
+        asks = transport.rank == 0
+        exchange = make_exchange(transport, {1: [0]} if asks else {}, {} if asks else {0: 1})
+        for layer in range(3):
+            exchange.start(torch.full((1, 2, 4), float(layer)))
+            out, lse = torch.empty(1, 2, 4), torch.empty(1, 2)
+            for asker, q in exchange.queries():
+                out.copy_(q)
+                lse.fill_(layer)
+                exchange.reply(asker, out, lse)
+            for _, _, out_back, lse_back in exchange.states():
+                assert (out_back == layer).all()
+                assert (lse_back == layer).all()
+            out.fill_(float("nan"))
+            lse.fill_(float("nan"))
+
+    with LocalWorld(2, max_delay_s=0.02) as world:
+        on_threads([world.transport(rank) for rank in range(2)], body)
+
+
 def test_on_its_own_channel_replies_may_come_amid_the_ring(on_threads: Any) -> None:
     """Rank 0 replies before its ring ends, rank 1 after: on separate channels the order does not matter."""
 
