@@ -152,7 +152,7 @@ def start_loop(
     finally:
         weights.close()
     info = ServerInfo(
-        model=str(model.path),
+        model=model.path.name,
         vocab_size=shape.vocab_size,
         max_model_len=max_model_len,
         total_slots=sum(slots),

@@ -344,12 +344,13 @@ class Manager:
         before = {instance for name in names for instance in self.ledger.holders(name)}
         self._note_pauses(launch, now)
         num_tokens = sum(row.count for row in rows)
-        self.journal.note(now, kind, f"{num_tokens} new tokens, steps: {launch.steps}", group, names)
+        self.journal.note(now, kind, f"{num_tokens} new tokens", group, names)
         self._start(group, rows, launch.steps, kind)
         joined = sorted({instance for name in names for instance in self.ledger.holders(name)} - before)
         if kind == "decode" and joined:
             self.journal.count("scale_ups")
-            self.journal.note(now, "scale_up", f"instances {joined} join and store new KV", group, names)
+            text = f"joins the decode group {list(group)} to store new KV; no KV moves"
+            self.journal.note(now, "scale_up", text, tuple(joined), names)
         for row in prefills:
             self._note_prefill(row, group, now)
 
@@ -360,8 +361,8 @@ class Manager:
         holders = self.ledger.holders(name)
         if row.request.computed + row.count == row.request.known_tokens and len(holders) < len(group):
             self.journal.count("scale_downs")
-            text = f"prefill on {len(group)} instances leaves its KV on {sorted(holders)}"
-            self.journal.note(now, "scale_down", text, group, (name,))
+            text = f"the prefill on {list(group)} leaves its KV on {sorted(holders)}"
+            self.journal.note(now, "scale_down", text, tuple(sorted(holders)), (name,))
 
     def _note_pauses(self, launch: Launch, now: float) -> None:
         for name in launch.pauses:

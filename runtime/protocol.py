@@ -101,7 +101,10 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One line of what the manager did. ``kind``: prefill, decode, scale_down, scale_up, drain, pause, ..., finish."""
+    """One line of what the manager did. ``kind``: prefill, decode, scale_down, scale_up, drain, pause, ..., finish.
+
+    ``group``: the instances of it: those that run, for scale_down those that keep the KV, for scale_up those that join.
+    """
 
     time_s: float
     kind: str
