@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loongserve.kernels.triton_tile import round_to, save_rows
+from loongserve.kernels.triton_tuning import device_guard
 
 # Rows of K and V a program of save_kv.
 SAVE_BLOCK = 32
@@ -27,7 +28,7 @@ SILU_BLOCK = 1024
 MAX_HIDDEN = 32768
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _save_kv_kernel(
     k_cache,
     v_cache,
@@ -156,24 +157,25 @@ def save_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tenso
     num_tokens, num_kv_heads, head_dim = k.shape
     if k.numel() == 0:
         return
-    _save_kv_kernel[(math.ceil(num_tokens / SAVE_BLOCK) * num_kv_heads,)](
-        k_cache,
-        v_cache,
-        k,
-        v,
-        slots,
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        num_tokens,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_N=SAVE_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    with device_guard(k.device):
+        _save_kv_kernel[(math.ceil(num_tokens / SAVE_BLOCK) * num_kv_heads,)](
+            k_cache,
+            v_cache,
+            k,
+            v,
+            slots,
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            num_tokens,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_N=SAVE_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, out: Tensor) -> Tensor:
@@ -196,20 +198,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, 
     x_rows, out_rows = x.view(-1, hidden), out.view(-1, hidden)
     stream = x_rows if residual is None else residual.view(-1, hidden)
     constants = rms_norm_constants(hidden)
-    _rms_norm_kernel[(len(x_rows),)](
-        out_rows,
-        stream,
-        x_rows,
-        weight,
-        out_rows.stride(0),
-        stream.stride(0),
-        x_rows.stride(0),
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        **constants,
-        num_warps=rms_norm_warps(constants["BLOCK"]),
-        enable_fp_fusion=True,
-    )
+    with device_guard(x.device):
+        _rms_norm_kernel[(len(x_rows),)](
+            out_rows,
+            stream,
+            x_rows,
+            weight,
+            out_rows.stride(0),
+            stream.stride(0),
+            x_rows.stride(0),
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            **constants,
+            num_warps=rms_norm_warps(constants["BLOCK"]),
+            enable_fp_fusion=True,
+        )
     return out
 
 
@@ -229,19 +232,20 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     if x.numel() == 0:
         return
     block = min(ROPE_HEADS, triton.next_power_of_2(num_heads))
-    _apply_rope_kernel[(num_tokens * math.ceil(num_heads / block),)](
-        x,
-        cos,
-        sin,
-        positions,
-        *x.stride()[:2],
-        NUM_HEADS=num_heads,
-        HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_H=block,
-        num_warps=2,
-        enable_fp_fusion=True,
-    )
+    with device_guard(x.device):
+        _apply_rope_kernel[(num_tokens * math.ceil(num_heads / block),)](
+            x,
+            cos,
+            sin,
+            positions,
+            *x.stride()[:2],
+            NUM_HEADS=num_heads,
+            HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+            BLOCK_H=block,
+            num_warps=2,
+            enable_fp_fusion=True,
+        )
 
 
 def silu_and_mul(x: Tensor, out: Tensor) -> Tensor:
@@ -251,15 +255,16 @@ def silu_and_mul(x: Tensor, out: Tensor) -> Tensor:
     num_rows, num_columns = out.shape
     block = min(SILU_BLOCK, triton.next_power_of_2(num_columns))
     num_blocks = math.ceil(num_columns / block)
-    _silu_and_mul_kernel[(num_rows * num_blocks,)](
-        out,
-        x,
-        out.stride(0),
-        x.stride(0),
-        num_columns,
-        num_blocks,
-        BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    with device_guard(x.device):
+        _silu_and_mul_kernel[(num_rows * num_blocks,)](
+            out,
+            x,
+            out.stride(0),
+            x.stride(0),
+            num_columns,
+            num_blocks,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     return out

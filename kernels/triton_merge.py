@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loongserve.kernels.triton_tile import round_to
+from loongserve.kernels.triton_tuning import device_guard
 
 if TYPE_CHECKING:
     from loongserve.kernels.state import AttentionState
@@ -31,7 +32,7 @@ BLOCK_R = 16
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _merge_states_kernel(
     out,
     lse,
@@ -98,7 +99,7 @@ def _merge_states_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _finalize_kernel(
     out,
     state_out,
@@ -142,29 +143,30 @@ def _launch_merge(out: AttentionState, a: AttentionState, b: AttentionState, row
     num_tokens, num_heads, head_dim = b.out.shape
     if b.lse.numel() == 0:
         return
-    _merge_states_kernel[(math.ceil(num_tokens * num_heads / BLOCK_R),)](
-        out.out,
-        out.lse,
-        a.out,
-        a.lse,
-        b.out,
-        b.lse,
-        b.lse if rows is None else rows,
-        *out.out.stride()[:2],
-        *out.lse.stride(),
-        *a.out.stride()[:2],
-        *a.lse.stride(),
-        *b.out.stride()[:2],
-        *b.lse.stride(),
-        num_tokens,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_R=BLOCK_R,
-        HAS_ROWS=rows is not None,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
-    )
+    with device_guard(b.out.device):
+        _merge_states_kernel[(math.ceil(num_tokens * num_heads / BLOCK_R),)](
+            out.out,
+            out.lse,
+            a.out,
+            a.lse,
+            b.out,
+            b.lse,
+            b.lse if rows is None else rows,
+            *out.out.stride()[:2],
+            *out.lse.stride(),
+            *a.out.stride()[:2],
+            *a.lse.stride(),
+            *b.out.stride()[:2],
+            *b.lse.stride(),
+            num_tokens,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_R=BLOCK_R,
+            HAS_ROWS=rows is not None,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )
 
 
 def finalize(state: AttentionState, out: Tensor) -> Tensor:
@@ -172,17 +174,18 @@ def finalize(state: AttentionState, out: Tensor) -> Tensor:
     num_tokens, num_heads, head_dim = out.shape
     if out.numel() == 0:
         return out
-    _finalize_kernel[(math.ceil(num_tokens * num_heads / BLOCK_R),)](
-        out,
-        state.out,
-        *out.stride(),
-        *state.out.stride(),
-        num_tokens,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_R=BLOCK_R,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
-    )
+    with device_guard(out.device):
+        _finalize_kernel[(math.ceil(num_tokens * num_heads / BLOCK_R),)](
+            out,
+            state.out,
+            *out.stride(),
+            *state.out.stride(),
+            num_tokens,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_R=BLOCK_R,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )
     return out

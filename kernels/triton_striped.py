@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loongserve.kernels.triton_tile import attend_keys, save_rows, store_state
-from loongserve.kernels.triton_tuning import Tile, device_arch, dot_precision, split_head_dim, table_row
+from loongserve.kernels.triton_tuning import Tile, device_arch, device_guard, dot_precision, split_head_dim, table_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,30 +37,36 @@ if TYPE_CHECKING:
 # (arch, largest head_dim, bytes an element) -> tile: the largest that neither spills nor exceeds the shared memory, as
 # ``triton_resources`` finds. float32 tiles are small, for tf32x3 keeps two halves of each operand in registers.
 STRIPED_TILES: dict[tuple[str, int, int], Tile] = {
-    ("sm_80", 64, 2): Tile(128, 64, 4, 3),
+    ("sm_80", 64, 2): Tile(128, 64, 8, 3),
     ("sm_80", 128, 2): Tile(128, 64, 8, 3),
+    ("sm_80", 192, 2): Tile(64, 16, 8, 2),
     ("sm_80", 256, 2): Tile(64, 32, 8, 2),
     ("sm_80", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_80", 96, 4): Tile(16, 16, 4, 2),
     ("sm_80", 128, 4): Tile(16, 32, 4, 1),
-    ("sm_80", 256, 4): Tile(16, 16, 8, 1),
-    ("sm_86", 64, 2): Tile(128, 64, 4, 2),
+    ("sm_80", 256, 4): Tile(16, 16, 8, 2),
+    ("sm_86", 64, 2): Tile(128, 64, 8, 2),
     ("sm_86", 128, 2): Tile(128, 32, 8, 2),
+    ("sm_86", 192, 2): Tile(64, 16, 8, 2),
     ("sm_86", 256, 2): Tile(64, 32, 8, 2),
     ("sm_86", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_86", 96, 4): Tile(16, 16, 4, 2),
     ("sm_86", 128, 4): Tile(16, 32, 4, 1),
-    ("sm_86", 256, 4): Tile(16, 16, 8, 1),
-    ("sm_90", 64, 2): Tile(128, 128, 4, 3),
+    ("sm_86", 256, 4): Tile(16, 16, 8, 2),
+    ("sm_90", 64, 2): Tile(128, 128, 8, 3),
     ("sm_90", 128, 2): Tile(128, 64, 8, 3),
     ("sm_90", 256, 2): Tile(64, 64, 8, 2),
     ("sm_90", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_90", 96, 4): Tile(16, 16, 4, 2),
     ("sm_90", 128, 4): Tile(16, 32, 4, 1),
-    ("sm_90", 256, 4): Tile(16, 16, 8, 1),
-    ("sm_100", 64, 2): Tile(128, 64, 4, 3),
+    ("sm_90", 256, 4): Tile(16, 16, 8, 2),
+    ("sm_100", 64, 2): Tile(128, 64, 8, 3),
     ("sm_100", 128, 2): Tile(128, 64, 8, 3),
     ("sm_100", 256, 2): Tile(64, 64, 8, 2),
     ("sm_100", 64, 4): Tile(64, 16, 4, 2),
+    ("sm_100", 96, 4): Tile(16, 16, 4, 2),
     ("sm_100", 128, 4): Tile(16, 32, 4, 1),
-    ("sm_100", 256, 4): Tile(16, 16, 8, 1),
+    ("sm_100", 256, 4): Tile(16, 16, 8, 2),
     ("gfx942", 128, 2): Tile(128, 64, 4, 1),
     ("gfx942", 256, 2): Tile(64, 32, 4, 1),
     ("gfx942", 128, 4): Tile(32, 32, 4, 1),
@@ -71,7 +77,8 @@ STRIPED_TILES: dict[tuple[str, int, int], Tile] = {
 ITEM_SIZE = tl.constexpr(6)
 
 
-@triton.jit
+# Lengths change from step to step: a value of 1 or a multiple of 16 must not mean another compilation.
+@triton.jit(do_not_specialize=["num_items", "total_keys"])
 def _striped_attention_kernel(
     out,
     lse,
@@ -348,27 +355,28 @@ def striped_attention(
         return
     # Without a save the block itself stands in for the caches, and nothing is written to it.
     k_cache, v_cache = (k, v) if save is None else (save.k_cache, save.v_cache)
-    _striped_attention_kernel[(num_programs,)](
-        state.out,
-        state.lse,
-        k_cache,
-        v_cache,
-        q,
-        k,
-        v,
-        work.items,
-        work.items if save is None else save.slots,
-        *state.out.stride()[:2],
-        *state.lse.stride(),
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        num_items,
-        total_keys,
-        scale * math.log2(math.e),
-        SAVE=save is not None,
-        **work.constants,
-        **work.tile.launch_options(),
-    )
+    with device_guard(q.device):
+        _striped_attention_kernel[(num_programs,)](
+            state.out,
+            state.lse,
+            k_cache,
+            v_cache,
+            q,
+            k,
+            v,
+            work.items,
+            work.items if save is None else save.slots,
+            *state.out.stride()[:2],
+            *state.lse.stride(),
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            num_items,
+            total_keys,
+            scale * math.log2(math.e),
+            SAVE=save is not None,
+            **work.constants,
+            **work.tile.launch_options(),
+        )

@@ -6,6 +6,7 @@ Nothing here asks for a GPU when it is imported; ``device_arch`` asks when a pla
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -101,6 +102,11 @@ def device_arch(device: torch.device) -> str:
     if capability[0] == 9:
         return "sm_90"
     return "sm_100" if capability[0] == 10 else "sm_86"
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one during a launch: Triton launches on the current device, wherever tensors lie."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 @cache
