@@ -34,7 +34,8 @@ k_cache, v_cache = torch.zeros(16, 2, 64), torch.zeros(16, 2, 64)
 state, other = AttentionState.empty(5, 4, 64), AttentionState.empty(5, 4, 64)
 save = KVSave(torch.tensor([7, 3, -1, 0, 9]), k_cache, v_cache)
 striped_attention(plan_striped_attention([0, 5], [0, 5], [0], **heads), q, k, v, state, scale=0.125, save=save)
-paged_attention(plan_paged_attention([0, 5], [torch.tensor([7, 3, 0, 9])], **heads), q, k_cache, v_cache, other, scale=0.125)
+paged = plan_paged_attention([0, 5], [torch.tensor([7, 3, 0, 9])], **heads)
+paged_attention(paged, q, k_cache, v_cache, other, scale=0.125)
 merge_rows(state, torch.tensor([0, 4]), AttentionState(other.out[:2], other.lse[:2]))
 out = finalize(merge_states(state, other), torch.float32)
 save_kv(k, v, torch.tensor([1, 2, 4, 5, 6]), k_cache, v_cache)
@@ -62,11 +63,9 @@ sys.meta_path.insert(0, Blocker())
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
+    # The wheel is built from the source distribution: both are complete, and no old build folder takes part.
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT],
-        check=True,
-        timeout=280,
-        capture_output=True,
+        [sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True, timeout=280, capture_output=True
     )
     (path,) = folder.glob("*.whl")
     return path
