@@ -34,10 +34,15 @@ class _FrontEnd:
             wire.send_message(self._sock, message)
 
     def read(self) -> None:
-        with suppress(OSError, wire.WireError):
+        try:
             while (message := wire.receive_message(self._sock)) is not None:
                 if self._loop is not None:
                     self._loop.post(message)
+        except OSError:
+            pass
+        except Exception:
+            # Half a frame, which a front end that is killed may leave, or no frame at all: it is as good as gone.
+            traceback.print_exc()
         if self._loop is None:
             # Gone before the cluster was up; the ranks end with this process.
             os._exit(0)

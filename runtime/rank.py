@@ -121,13 +121,19 @@ class _Runner:
 
 
 def _read_commands(sock: socket.socket, commands: "queue.SimpleQueue[Any]") -> None:
+    status = 1
     try:
         while (message := wire.receive_message(sock)) is not None:
             commands.put(message)
+        status = 0
     except OSError:
-        pass
-    # Not sys.exit: the compute thread may be deep in a kernel or wait for a peer that is gone too.
-    os._exit(0)
+        status = 0
+    except Exception:
+        # Half a frame, which a manager that is killed may leave, or no frame at all: no more commands come.
+        traceback.print_exc()
+    finally:
+        # Not sys.exit: the compute thread may be deep in a kernel or wait for a peer that is gone too.
+        os._exit(status)
 
 
 if __name__ == "__main__":
