@@ -56,12 +56,12 @@ class EngineConfig:
     )
     device: Device = field(
         default="auto",
-        metadata=_about("Where to compute; auto is CUDA where torch has it.", choices=("auto", "cpu", "cuda")),
+        metadata=_about("Where to compute. Only cpu works today, and auto is cpu.", choices=("auto", "cpu", "cuda")),
     )
     dtype: DType = field(
         default="auto",
         metadata=_about(
-            "What to compute in; auto is float32 on a CPU, bfloat16 on CUDA.", choices=("auto", "float32", "bfloat16")
+            "What to compute in; auto is float32, the fast one on most CPUs.", choices=("auto", "float32", "bfloat16")
         ),
     )
     control_interval_ms: int = field(
@@ -91,28 +91,25 @@ class EngineConfig:
             _check(value is None or value >= 1, name, "at least 1 token", value)
         _check(self.control_interval_ms >= 1, "control_interval_ms", "at least 1 ms", self.control_interval_ms)
         _check(self.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda", self.device)
+        _check(
+            self.device != "cuda",
+            "device",
+            "auto or cpu, as no transport between instances moves CUDA tensors yet (the kernels alone do run there)",
+            self.device,
+        )
         _check(self.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16", self.dtype)
         if self.model is not None and not Path(self.model).expanduser().exists():
             raise ValueError(f"model: expected a folder or a .gguf file, got {self.model!r}, which does not exist")
-        if self.device == "cuda" and not _has_cuda():
-            raise ValueError(
-                "device: expected one that torch can use, got cuda, but this torch sees no GPU: install a CUDA build "
-                "of torch (pip install 'loongserve[cuda13]') on a machine with a GPU, or use the device cpu"
-            )
 
     @property
     def compute_device(self) -> Literal["cpu", "cuda"]:
-        """``device`` with auto resolved on this machine."""
-        if self.device == "auto":
-            return "cuda" if _has_cuda() else "cpu"
-        return self.device
+        """``device`` with auto resolved."""
+        return "cpu" if self.device == "auto" else self.device
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
-        """``dtype`` with auto resolved on this machine."""
-        if self.dtype == "auto":
-            return "float32" if self.compute_device == "cpu" else "bfloat16"
-        return self.dtype
+        """``dtype`` with auto resolved."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     def slots_an_instance(self, model: "ModelConfig") -> int:
         """KV slots of each instance for ``model``.
@@ -125,7 +122,7 @@ class EngineConfig:
         length = min(self.max_model_len or model.max_positions, model.max_positions)
         element_bytes = 4 if self.compute_dtype == "float32" else 2
         token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
-        free_bytes = _free_cuda_bytes() if self.compute_device == "cuda" else _free_memory_bytes()
+        free_bytes = _free_memory_bytes()
         fits = int(free_bytes * _KV_MEMORY_PART) // (token_bytes * self.instances)
         if fits < 1:
             raise ValueError(
@@ -138,18 +135,6 @@ class EngineConfig:
 def _check(holds: bool, name: str, expected: str, got: object) -> None:
     if not holds:
         raise ValueError(f"{name}: expected {expected}, got {got!r}")
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _free_cuda_bytes() -> int:
-    import torch
-
-    return torch.cuda.mem_get_info()[0]
 
 
 def _free_memory_bytes() -> int:

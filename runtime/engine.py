@@ -137,7 +137,7 @@ def start_loop(
     model = open_model(config.model)
     shape = model.config
     max_model_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
-    slots = list(num_slots or [config.kv_tokens or max_model_len] * config.instances)
+    slots = list(num_slots or [config.slots_an_instance(shape)] * config.instances)
     manager = Manager(
         policy,
         SafePolicy(),
