@@ -1,6 +1,7 @@
 """The gRPC server: the Loong service, health and reflection on one port."""
 
 import asyncio
+import time
 from contextlib import suppress
 
 import grpc.aio
@@ -12,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from loongserve.runtime.client import ManagerClient, ManagerLost
 from loongserve.runtime.proto import loongserve_pb2 as pb
 from loongserve.runtime.proto.loongserve_pb2_grpc import add_LoongServicer_to_server
+from loongserve.runtime.protocol import Status
 from loongserve.runtime.server.service import LoongService
 from loongserve.runtime.server.text import TextCodec
 
@@ -20,6 +22,8 @@ SERVICE: str = pb.DESCRIPTOR.services_by_name["Loong"].full_name
 # How often the manager is asked whether it lives, and how long its answer may take before health says no.
 HEALTH_INTERVAL_S = 2.0
 HEALTH_TIMEOUT_S = 5.0
+# How long nothing may come of what runs before health says no. No iteration of a living cluster should last so long.
+STALL_S = 300.0
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", -1),
@@ -30,6 +34,25 @@ _OPTIONS: list[tuple[str, int]] = [
     # A port in use is an error, not a port shared with whoever has it.
     ("grpc.so_reuseport", 0),
 ]
+
+
+class _Progress:
+    """Judges by the manager's answers, one after the other, whether its cluster can serve.
+
+    One group that hangs is not seen while another gets on.
+    """
+
+    def __init__(self) -> None:
+        self._done: tuple[int, ...] | None = None
+        self._since = 0.0
+
+    def is_well(self, status: Status, now: float) -> bool:
+        """Whether no instance is lost, and work that waits or runs has got on within ``STALL_S``."""
+        done = tuple(status.counters.get(name, 0) for name in ("iterations", "output_tokens"))
+        if done != self._done or status.waiting + status.running == 0:
+            self._done, self._since = done, now
+        lost = any(instance.state == "lost" for instance in status.instances)
+        return not lost and now - self._since < STALL_S
 
 
 class LoongServer:
@@ -82,11 +105,12 @@ class LoongServer:
         await self._server.stop(1.0)
 
     async def _watch_manager(self) -> None:
-        """Keep health true to whether the manager answers."""
+        """Keep health true to whether the manager answers, all instances live and what runs gets on."""
+        progress = _Progress()
         while self._client.healthy:
-            serving = True
             try:
-                await asyncio.wait_for(self._client.status(), HEALTH_TIMEOUT_S)
+                status = await asyncio.wait_for(self._client.status(), HEALTH_TIMEOUT_S)
+                serving = progress.is_well(status, time.monotonic())
             except (TimeoutError, ManagerLost):
                 serving = False
             await self._set_health(serving=serving)

@@ -53,6 +53,9 @@ class ScriptedManager:
         self.info = ServerInfo("scripted", len(tokenizer), 1000, 3000, 3, "elastic", "float32", "cpu", (end,))
         self.healthy = True
         self.answers_status = True
+        self.state = "prefill"
+        self.waiting, self.running = 4, 2
+        self.counters = {"prefills": 3, "scale_downs": 1}
         self.answer: list[int] = [*self.encode("Hello, 龙!"), end]
         self.pause_after: int | None = None
         self.refusal: tuple[str, str] | None = None
@@ -112,9 +115,9 @@ class ScriptedManager:
             raise ManagerLost("it was killed")
         while not self.answers_status:
             await asyncio.sleep(0.01)
-        instances = (InstanceStatus(0, 1000, 900, "prefill", (0, 1)), InstanceStatus(1, 1000, 1000, "prefill", (0, 1)))
+        instances = (InstanceStatus(0, 1000, 900, "prefill", (0, 1)), InstanceStatus(1, 1000, 1000, self.state, (0, 1)))
         decision = Decision(1.5, "scale_down", (1,), (7,), "request 7: DoP 2 to 1")
-        return Status(1, instances, 4, 2, {"prefills": 3, "scale_downs": 1}, (decision,))
+        return Status(1, instances, self.waiting, self.running, dict(self.counters), (decision,))
 
     async def closed(self) -> None:
         await self._lost.wait()

@@ -77,8 +77,36 @@ def test_health_follows_the_manager(serving: Any, monkeypatch: pytest.MonkeyPatc
             await _becomes(served.channel, NOT_SERVING)
             served.manager.answers_status = True
             await _becomes(served.channel, SERVING)
+            # It answers, but serves nothing any more.
+            served.manager.state = "lost"
+            await _becomes(served.channel, NOT_SERVING)
+            served.manager.state = "prefill"
+            await _becomes(served.channel, SERVING)
             served.manager.kill()
             await _becomes(served.channel, NOT_SERVING)
+
+    asyncio.run(body())
+
+
+def test_health_follows_progress(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HEALTH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(server_module, "STALL_S", 0.3)
+
+    async def body() -> None:
+        async with serving() as served:
+            # An instance that hangs without dying: the manager answers, and nothing comes of what runs.
+            await _becomes(served.channel, NOT_SERVING)
+            served.manager.counters["output_tokens"] = 1
+            await _becomes(served.channel, SERVING)
+            await _becomes(served.channel, NOT_SERVING)
+            served.manager.counters["iterations"] = 1
+            await _becomes(served.channel, SERVING)
+            await _becomes(served.channel, NOT_SERVING)
+            # Nothing to do is no stall.
+            served.manager.waiting = served.manager.running = 0
+            await _becomes(served.channel, SERVING)
+            await asyncio.sleep(0.5)
+            assert await _health(served.channel, "") == SERVING
 
     asyncio.run(body())
 
