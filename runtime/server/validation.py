@@ -49,9 +49,8 @@ def check_request(request: pb.GenerateRequest, info: ServerInfo, max_token_chara
     Raises:
         RequestError: INVALID_ARGUMENT.
     """
-    if request.HasField("request_id") and not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARACTERS:
-        count = len(request.request_id)
-        raise invalid("request_id", f"1 to {MAX_REQUEST_ID_CHARACTERS} characters", f"{count}")
+    if request.HasField("request_id"):
+        _check_request_id(request.request_id)
     _check_input(request, info, info.max_model_len * max_token_characters)
     if request.HasField("max_tokens") and request.max_tokens < 1:
         raise invalid("max_tokens", "at least 1", request.max_tokens)
@@ -83,15 +82,17 @@ def check_prompt(request: pb.GenerateRequest, num_tokens: int, info: ServerInfo)
     field = input_field(request)
     if num_tokens == 0:
         raise invalid(field, "at least 1 token", "none")
+    _check_length(field, num_tokens, info)
     room = info.max_model_len - num_tokens
-    if room < 1:
-        expected = f"a prompt of at most {info.max_model_len - 1} tokens, which leaves room for one of output"
-        raise invalid(field, expected, f"{num_tokens} tokens")
+    # The last token of output takes no slot.
+    pool_room = info.total_slots + 1 - num_tokens
     if not request.HasField("max_tokens"):
-        # Whether the prompt itself can ever fit is for the manager to say.
-        return max(1, min(DEFAULT_MAX_TOKENS, room, info.total_slots - num_tokens))
+        return min(DEFAULT_MAX_TOKENS, room, pool_room)
     if request.max_tokens > room:
         expected = f"at most {room} after a prompt of {num_tokens} tokens (the model's length is {info.max_model_len})"
+        raise invalid("max_tokens", expected, request.max_tokens)
+    if request.max_tokens > pool_room:
+        expected = f"at most {pool_room} after a prompt of {num_tokens} tokens (pools of {info.total_slots} slots)"
         raise invalid("max_tokens", expected, request.max_tokens)
     return request.max_tokens
 
@@ -111,6 +112,22 @@ def input_field(request: pb.GenerateRequest) -> str:
     return request.WhichOneof("input") or "input"
 
 
+def _check_request_id(request_id: str) -> None:
+    """Refuse what the initial metadata can't carry back: HTTP/2 headers hold ASCII, without spaces at their ends."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS:
+        raise invalid("request_id", f"1 to {MAX_REQUEST_ID_CHARACTERS} characters", f"{len(request_id)}")
+    if not all("!" <= character <= "~" for character in request_id):
+        raise invalid("request_id", "printable ASCII characters other than spaces", ascii(request_id))
+
+
+def _check_length(field: str, num_tokens: int, info: ServerInfo) -> None:
+    if num_tokens >= info.max_model_len:
+        expected = f"a prompt of at most {info.max_model_len - 1} tokens, which leaves room for one of output"
+        raise invalid(field, expected, f"{num_tokens} tokens")
+    if num_tokens > info.total_slots:
+        raise invalid(field, f"at most {info.total_slots} tokens, the slots of all pools", f"{num_tokens} tokens")
+
+
 def _check_input(request: pb.GenerateRequest, info: ServerInfo, max_characters: int) -> None:
     match request.WhichOneof("input"):
         case "text":
@@ -120,10 +137,15 @@ def _check_input(request: pb.GenerateRequest, info: ServerInfo, max_characters: 
         case "token_ids":
             if not request.token_ids.ids:
                 raise invalid("token_ids", "at least 1 id", "none")
+            _check_length("token_ids", len(request.token_ids.ids), info)
             _check_ids("token_ids", request.token_ids.ids, info.vocab_size)
         case "chat":
             if not request.chat.messages:
                 raise invalid("chat", "at least 1 message", "none")
+            # Empty messages too cost time, and tokens.
+            if len(request.chat.messages) > info.max_model_len:
+                expected = f"at most {info.max_model_len} messages, as more can't fit the model's length"
+                raise invalid("chat", expected, f"{len(request.chat.messages)}")
             for index, message in enumerate(request.chat.messages):
                 if message.role not in ROLES:
                     raise invalid(f"chat[{index}].role", "one of " + ", ".join(ROLES), repr(message.role))

@@ -73,6 +73,24 @@ def test_long_texts_are_encoded_off_the_event_loop(tokenizer: Any, monkeypatch: 
     codec.close()
 
 
+def test_long_chats_are_rendered_off_the_event_loop(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = TextCodec(tokenizer)
+    threads: list[int] = []
+
+    def apply_chat_template(messages: Any, **_: Any) -> str:
+        threads.append(threading.get_ident())
+        return "a"
+
+    template = SimpleNamespace(chat_template="set", apply_chat_template=apply_chat_template)
+    monkeypatch.setattr(codec, "_chat", template)
+    for chat in ([("user", "hi")], [("user", "")] * 1000, [("user", "x" * 100_000)]):
+        messages = [{"role": role, "content": content} for role, content in chat]
+        assert asyncio.run(codec.encode_chat(messages)) == tuple(tokenizer.encode("a"))
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]
+    codec.close()
+
+
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 300), skip=st.booleans())
 def test_any_tokens_stream_to_what_decoding_at_once_gives(

@@ -1,6 +1,7 @@
 """Bad input at Generate: the right code, with field, limit and value; nothing reaches the manager; the server lives."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import grpc.aio
@@ -30,6 +31,9 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "huge-text": ({"text": "x" * 50_000_000}, ("text", "characters", "50000000")),
     "long-ids": ({"token_ids": pb.TokenIds(ids=[1] * 1000)}, ("token_ids", "999", "1000 tokens")),
     "long-chat": ({"chat": _chat(("user", "x" * 990))}, ("chat", "999")),
+    # The length is refused before time goes into ids or messages.
+    "huge-ids": ({"token_ids": pb.TokenIds(ids=[999] * 1_000_000)}, ("token_ids", "999", "1000000 tokens")),
+    "many-messages": ({"chat": _chat(*[("user", "")] * 1001)}, ("chat", "1000 messages", "got 1001")),
     "id-out-of-vocabulary": ({"token_ids": pb.TokenIds(ids=[1, 258])}, ("token_ids[1]", "258", "vocabulary")),
     "max-tokens-zero": ({"text": "a", "max_tokens": 0}, ("max_tokens", "at least 1", "got 0")),
     "max-tokens-negative": ({"text": "a", "max_tokens": -5}, ("max_tokens", "at least 1", "-5")),
@@ -47,6 +51,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stop-ids-many": ({"text": "a", "stop_token_ids": [1] * 65}, ("stop_token_ids", "64", "65")),
     "stop-id-out-of-vocabulary": ({"text": "a", "stop_token_ids": [2**32 - 1]}, ("stop_token_ids[0]", "258")),
     "request-id-empty": ({"text": "a", "request_id": ""}, ("request_id", "1 to 256", "0")),
+    "request-id-nul": ({"text": "a", "request_id": "a\x00"}, ("request_id", "ASCII", r"'a\x00'")),
+    "request-id-two-lines": ({"text": "a", "request_id": "a\nb"}, ("request_id", "ASCII", r"'a\nb'")),
+    "request-id-space": ({"text": "a", "request_id": " a"}, ("request_id", "ASCII", "' a'")),
+    "request-id-not-ascii": ({"text": "a", "request_id": "龙"}, ("request_id", "ASCII", r"'\u9f99'")),
     "request-id-long": ({"text": "a", "request_id": "i" * 257}, ("request_id", "256", "257")),
 }
 
@@ -80,6 +88,7 @@ def test_limits_themselves_are_allowed(serving: Any) -> None:
         {"text": "a", "top_p": 1e-30},
         {"text": "a", "stop": ["b" * 256] * 16, "stop_token_ids": list(range(64))},
         {"text": "a", "request_id": "i" * 256},
+        {"text": "a", "request_id": "".join(map(chr, range(0x21, 0x7F)))},
         {"chat": _chat(("user", ""))},
         {"text": "\x00\u200b"},
     ]
@@ -89,5 +98,41 @@ def test_limits_themselves_are_allowed(serving: Any) -> None:
             for fields in good:
                 responses = [r async for r in served.stub.Generate(pb.GenerateRequest(**fields))]
                 assert responses[-1].HasField("usage"), fields
+
+    asyncio.run(body())
+
+
+def test_pools_smaller_than_the_models_length(serving: Any) -> None:
+    def ids(count: int) -> pb.TokenIds:
+        return pb.TokenIds(ids=[1] * count)
+
+    bad: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"token_ids": ids(301)}, ("token_ids", "at most 300 tokens", "pools", "301")),
+        ({"text": "a" * 301, "max_tokens": 1}, ("text", "at most 300 tokens", "pools", "301")),
+        ({"token_ids": ids(300), "max_tokens": 2}, ("max_tokens", "at most 1 ", "300 slots", "got 2")),
+        ({"token_ids": ids(1), "max_tokens": 301}, ("max_tokens", "at most 300 ", "300 slots", "got 301")),
+    ]
+    good: list[tuple[dict[str, Any], int]] = [
+        ({"token_ids": ids(300)}, 1),
+        ({"token_ids": ids(300), "max_tokens": 1}, 1),
+        ({"token_ids": ids(299)}, 2),
+        ({"token_ids": ids(1), "max_tokens": 300}, 300),
+        ({"token_ids": ids(1)}, 256),
+    ]
+
+    async def body() -> None:
+        async with serving() as served:
+            served.manager.info = dataclasses.replace(served.manager.info, total_slots=300)
+            for fields, parts in bad:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in served.stub.Generate(pb.GenerateRequest(**fields)):
+                        pass
+                assert caught.value.code() == StatusCode.INVALID_ARGUMENT
+                assert all(part in (caught.value.details() or "") for part in parts), caught.value.details()
+            assert served.manager.submitted == []
+            for fields, max_new_tokens in good:
+                async for _ in served.stub.Generate(pb.GenerateRequest(**fields)):
+                    pass
+                assert served.manager.submitted[-1].max_new_tokens == max_new_tokens
 
     asyncio.run(body())
