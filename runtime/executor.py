@@ -1,9 +1,9 @@
 """What carries the manager's commands to the instances, and what an instance's worker is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from loongserve.runtime.protocol import Iteration, RankCommand, RankEvent, SampledToken
+from loongserve.runtime.protocol import Free, Iteration, RankCommand, RankEvent, SampledToken
 
 # Where an executor hands over what ranks report; called from any thread, in each rank's own order.
 Deliver = Callable[[RankEvent], None]
@@ -34,6 +34,25 @@ class Executor(Protocol):
     def close(self) -> None:
         """End all instances and wait until they have ended; again: nothing."""
         ...
+
+
+def recipients(command: RankCommand, num_instances: int) -> Sequence[int]:
+    """List the instances that a command goes to.
+
+    Raises:
+        ValueError: One of them does not exist.
+    """
+    match command:
+        case Iteration():
+            instances: Sequence[int] = command.group
+        case Free():
+            instances = (command.instance,)
+        case _:
+            return range(num_instances)
+    for instance in instances:
+        if not 0 <= instance < num_instances:
+            raise ValueError(f"instance {instance} does not exist: there are {num_instances}")
+    return instances
 
 
 class Worker(Protocol):

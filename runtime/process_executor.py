@@ -1,22 +1,29 @@
 """Real instances: one process a rank on this machine, commanded over anonymous socket pairs."""
 
 import os
+import selectors
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import loongserve
 from loongserve.runtime import wire
-from loongserve.runtime.executor import Deliver
+from loongserve.runtime.executor import Deliver, recipients
 from loongserve.runtime.model.config import ModelConfig
 from loongserve.runtime.model.weights import SharedWeights
-from loongserve.runtime.protocol import Free, InstanceLost, Iteration, RankCommand, Ready, Shutdown, StartupFailed
+from loongserve.runtime.protocol import InstanceLost, RankCommand, Ready, Shutdown, StartupFailed
 from loongserve.runtime.rank import RankConfig
 
+# How long ranks may take to import, attach the weights and find each other.
+STARTUP_TIMEOUT_S = 300.0
+# A rank's command thread does nothing but read: one that takes nothing for so long hangs, or is stopped.
+SEND_TIMEOUT_S = 10.0
 # How long ranks may take to end what they run and leave.
 CLOSE_TIMEOUT_S = 5.0
 
@@ -79,56 +86,66 @@ class ProcessExecutor:
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
+        self._readers: list[threading.Thread] = []
         # More threads than cores in all would make every operation slower, by 2.6 times on a 2-core machine.
-        num_threads = max(1, (os.cpu_count() or 1) // self.num_instances)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // self.num_instances)
         # The ranks' rendezvous is a file in memory without a name: nothing to clean up, whoever is killed.
         store = os.memfd_create("loongserve-rendezvous")
+        configs = [
+            RankConfig(
+                instance=instance,
+                num_instances=self.num_instances,
+                num_slots=slots,
+                model=model.to_dict(),
+                weights=weights.describe(),
+                dtype=dtype,
+                device=f"cuda:{instance}" if device == "cuda" else device,
+                num_threads=num_threads,
+                store_fd=store,
+                timeout_s=timeout_s,
+            )
+            for instance, slots in enumerate(num_slots)
+        ]
         try:
-            for instance, slots in enumerate(num_slots):
-                config = RankConfig(
-                    instance=instance,
-                    num_instances=self.num_instances,
-                    num_slots=slots,
-                    model=model.to_dict(),
-                    weights=weights.describe(),
-                    dtype=dtype,
-                    device=f"cuda:{instance}" if device == "cuda" else device,
-                    num_threads=num_threads,
-                    store_fd=store,
-                    timeout_s=timeout_s,
-                )
-                self._spawn(config, [store, *weights.fds])
-            ready = [self._first_event(i) for i in range(self.num_instances)]
+            for _ in configs:
+                self._spawn(num_threads, [store, *weights.fds])
+            ready = self._set_up(configs)
         except BaseException:
+            # None has begun anything that is worth waiting for.
+            for process in self._processes:
+                process.kill()
             self.close()
             raise
         finally:
             os.close(store)
         for event in ready:
             deliver(event)
-        self._readers = [
-            threading.Thread(target=self._read_events, args=(i,), name=f"rank-{i}-events", daemon=True)
-            for i in range(self.num_instances)
-        ]
-        for reader in self._readers:
+        for instance, sock in enumerate(self._sockets):
+            _set_send_timeout(sock, SEND_TIMEOUT_S)
+            reader = threading.Thread(
+                target=self._read_events, args=(instance,), name=f"rank-{instance}-events", daemon=True
+            )
+            self._readers.append(reader)
             reader.start()
 
     def submit(self, command: RankCommand) -> None:
         """Send a command to the ranks that it concerns; call from one thread only.
 
-        A rank that is gone gets nothing; its ``InstanceLost`` is delivered by its reader.
+        A rank that is gone gets nothing, one that takes nothing for ``SEND_TIMEOUT_S`` is killed; in both cases its
+        reader delivers ``InstanceLost``.
+
+        Raises:
+            ValueError: the command names an instance that does not exist.
         """
-        match command:
-            case Iteration():
-                instances: Sequence[int] = command.group
-            case Free():
-                instances = (command.instance,)
-            case Shutdown():
-                instances = range(self.num_instances)
         frame = wire.frame(command)
-        for instance in instances:
-            with suppress(OSError):
+        for instance in recipients(command, self.num_instances):
+            try:
                 self._sockets[instance].sendall(frame)
+            except BlockingIOError:
+                self._processes[instance].kill()
+            except OSError:
+                # Its reader sees that too.
+                continue
 
     def pids(self) -> list[int]:
         """Return the process of each instance, by its number."""
@@ -141,47 +158,84 @@ class ProcessExecutor:
         self._closing = True
         frame = wire.frame(Shutdown())
         for sock in self._sockets:
+            # One that is gone needs none; one whose socket is full does not read, and is killed below.
             with suppress(OSError):
-                sock.sendall(frame)
+                sock.send(frame, socket.MSG_DONTWAIT)
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for process in self._processes:
             try:
-                process.wait(CLOSE_TIMEOUT_S)
+                process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        # With its process a rank's end of the socket is closed, so its reader ends.
+        for reader in self._readers:
+            reader.join()
         for sock in self._sockets:
             sock.close()
 
-    def _spawn(self, config: RankConfig, fds: Sequence[int]) -> None:
+    def _spawn(self, num_threads: int, fds: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            env = {"OMP_NUM_THREADS": str(config.num_threads)}
-            self._processes.append(spawn_module("loongserve.runtime.rank", theirs, pass_fds=fds, env=env))
         self._sockets.append(ours)
-        wire.send_message(ours, config.describe())
+        _set_send_timeout(ours, STARTUP_TIMEOUT_S)
+        with theirs:
+            env = {"OMP_NUM_THREADS": str(num_threads)}
+            self._processes.append(spawn_module("loongserve.runtime.rank", theirs, pass_fds=fds, env=env))
+
+    def _set_up(self, configs: Sequence[RankConfig]) -> list[Ready]:
+        """Tell all ranks what they are and wait until all are ready, or the first fails: the others may wait for it."""
+        for sock, config in zip(self._sockets, configs, strict=True):
+            # One that is gone is seen below.
+            with suppress(OSError):
+                wire.send_message(sock, config.describe())
+        ready: dict[int, Ready] = {}
+        deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            for instance, sock in enumerate(self._sockets):
+                selector.register(sock, selectors.EVENT_READ, instance)
+            while len(ready) < self.num_instances:
+                selected = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not selected:
+                    late = sorted(set(range(self.num_instances)) - ready.keys())
+                    raise StartupError(f"instances {late} were not ready within {STARTUP_TIMEOUT_S:g} s")
+                for key, _ in selected:
+                    ready[key.data] = self._first_event(key.data)
+                    selector.unregister(key.fileobj)
+        return [ready[instance] for instance in range(self.num_instances)]
 
     def _first_event(self, instance: int) -> Ready:
-        event = wire.receive_message(self._sockets[instance])
-        if isinstance(event, Ready):
-            return event
-        if isinstance(event, StartupFailed):
-            raise StartupError(event.message)
-        raise StartupError(f"instance {instance} {self._how_it_ended(instance)} before it was ready")
+        reason = ""
+        try:
+            event = wire.receive_message(self._sockets[instance])
+            if isinstance(event, Ready):
+                return event
+            if isinstance(event, StartupFailed):
+                raise StartupError(event.message)
+        except (OSError, wire.WireError) as error:
+            reason = f": {error}"
+        raise StartupError(f"instance {instance}: {self._how_it_ended(instance)} before it was ready{reason}")
 
     def _read_events(self, instance: int) -> None:
-        message = ""
+        reason = ""
         try:
             while (event := wire.receive_message(self._sockets[instance])) is not None:
                 self._deliver(event)
         except (OSError, wire.WireError) as error:
-            message = f": {error}"
+            reason = f": {error}"
         if not self._closing:
-            self._deliver(InstanceLost(instance, f"instance {instance} {self._how_it_ended(instance)}{message}"))
+            self._deliver(InstanceLost(instance, f"{self._how_it_ended(instance)}{reason}"))
 
     def _how_it_ended(self, instance: int) -> str:
         process = self._processes[instance]
         try:
             code = process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return f"(process {process.pid}) closed its connection"
-        return f"(process {process.pid}) ended with {'signal ' + str(-code) if code < 0 else 'status ' + str(code)}"
+            return f"process {process.pid} closed its connection"
+        return f"process {process.pid} ended with {'signal ' + str(-code) if code < 0 else 'status ' + str(code)}"
+
+
+def _set_send_timeout(sock: socket.socket, timeout_s: float) -> None:
+    """Bound how long one send may wait; unlike ``settimeout``, receiving is not touched. It ends in BlockingIOError."""
+    seconds = int(timeout_s)
+    timeval = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from loongserve.runtime.executor import Deliver, Worker
+from loongserve.runtime.executor import Deliver, Worker, recipients
 from loongserve.runtime.protocol import (
     Free,
     Iteration,
@@ -61,14 +61,7 @@ class ThreadExecutor:
         """
         if self._closed:
             raise RuntimeError("the executor is closed and takes no commands")
-        if isinstance(command, Shutdown):
-            instances: Sequence[int] = range(self.num_instances)
-        else:
-            instances = command.group if isinstance(command, Iteration) else (command.instance,)
-        for instance in instances:
-            if not 0 <= instance < self.num_instances:
-                raise ValueError(f"instance {instance} does not exist: there are {self.num_instances}")
-        for instance in instances:
+        for instance in recipients(command, self.num_instances):
             self._threads[instance].commands.put(command)
 
     def close(self) -> None:
