@@ -7,8 +7,8 @@ from typing import Literal
 from loongserve.policies.base import Placement, RequestView
 from loongserve.runtime.protocol import FinishReason, Refused, SamplingParams, Submit
 
-# What a msgpack integer carries.
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+# Unsigned integers of 64 bits are what the wire and the sampler's random numbers take.
+NUM_UINT64 = 2**64
 
 
 @dataclass(slots=True)
@@ -157,12 +157,12 @@ def _sampling_fault(sampling: SamplingParams) -> str | None:
         return f"temperature: must be finite and at least 0, got {sampling.temperature!r}"
     if not _is_number(sampling.top_p) or not 0 < sampling.top_p <= 1:
         return f"top_p: must be in (0, 1], got {sampling.top_p!r}"
-    if type(sampling.top_k) is not int or sampling.top_k < 0:
-        return f"top_k: must be at least 0 (0: no limit), got {sampling.top_k!r}"
-    if type(sampling.seed) is not int or not MIN_SEED <= sampling.seed <= MAX_SEED:
-        return f"seed: must be an integer in [-2**63, 2**64), got {sampling.seed!r}"
+    if type(sampling.top_k) is not int or not 0 <= sampling.top_k < NUM_UINT64:
+        return f"top_k: must be at least 0 (0: no limit) and below 2**64, got {sampling.top_k!r}"
+    if type(sampling.seed) is not int or not 0 <= sampling.seed < NUM_UINT64:
+        return f"seed: must be an integer in [0, 2**64), got {sampling.seed!r}"
     return None
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and -NUM_UINT64 < value < NUM_UINT64)

@@ -60,7 +60,10 @@ def sampling(**values: Any) -> Submit:
         pytest.param(sampling(top_p=1.5), "top_p", "(0, 1]", id="top_p above 1"),
         pytest.param(sampling(top_p=math.nan), "top_p", "(0, 1]", id="NaN top_p"),
         pytest.param(sampling(top_k=-1), "top_k", "at least 0", id="negative top_k"),
+        pytest.param(sampling(top_k=2**64), "top_k", "2**64", id="top_k beyond 64 bit"),
+        pytest.param(sampling(temperature=10**400), "temperature", "finite", id="temperature beyond any float"),
         pytest.param(sampling(seed=2**64), "seed", "2**64", id="seed beyond 64 bit"),
+        pytest.param(sampling(seed=-1), "seed", "2**64", id="seed that no random numbers can be made of"),
     ],
 )
 def test_bad_input_is_refused_by_field_and_a_good_request_is_served_after(
