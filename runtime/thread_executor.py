@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from loongserve.runtime.executor import Deliver, Worker, recipients
 from loongserve.runtime.protocol import (
     Free,
+    InstanceLost,
     Iteration,
     IterationDone,
     IterationFailed,
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class ThreadExecutor:
     """Runs each worker in its own thread, which obeys that worker's commands in order.
 
-    A worker whose iteration raised reports ``IterationFailed`` for it and for every later one.
+    A worker whose iteration raised reports ``IterationFailed`` for it and for every later one; one that fails otherwise
+    is reported ``InstanceLost``.
     """
 
     def __init__(self, workers: Sequence[Worker], deliver: Deliver, *, close_timeout_s: float = 30.0) -> None:
@@ -95,6 +97,9 @@ class _InstanceThread(threading.Thread):
                     self._worker.free(command.request)
                 else:
                     self._execute(command)
+        except Exception as error:
+            logger.exception("instance %d failed", self._instance)
+            self._deliver(InstanceLost(self._instance, f"{type(error).__name__}: {error}"))
         finally:
             self._worker.close()
 

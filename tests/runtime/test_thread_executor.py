@@ -9,6 +9,7 @@ import pytest
 
 from loongserve.runtime.protocol import (
     Free,
+    InstanceLost,
     Iteration,
     IterationDone,
     IterationFailed,
@@ -129,3 +130,19 @@ def test_close_leaves_a_stuck_worker_behind_and_says_so(caplog: pytest.LogCaptur
 def test_no_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         ThreadExecutor([], lambda event: None)
+
+
+def test_a_worker_that_cannot_free_is_lost() -> None:
+    """Its thread ended without a word, and requests on it waited for ever."""
+
+    class Broken(RecordingWorker):
+        def free(self, request: int) -> None:
+            raise ValueError("double free")
+
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    worker = Broken(8)
+    executor = ThreadExecutor([worker], events.put)
+    executor.submit(Free(1, 0, 0, 7))
+    assert collect(events, 2) == [Ready(0, 8), InstanceLost(0, "ValueError: double free")]
+    executor.close()
+    assert worker.closed_by == "loong-instance-0"
