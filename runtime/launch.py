@@ -29,13 +29,16 @@ async def start_manager(config: EngineConfig) -> tuple[socket.socket, ServerInfo
     with theirs:
         process = spawn_module("loongserve.runtime.manager_process", theirs)
     try:
-        wire.send_message(ours, dataclasses.asdict(config))
-        answer = await asyncio.to_thread(wire.receive_message, ours)
+        try:
+            wire.send_message(ours, dataclasses.asdict(config))
+            answer = await asyncio.to_thread(wire.receive_message, ours)
+        except (OSError, wire.WireError) as error:
+            raise StartupError(f"the manager (process {process.pid}) broke off before it was ready: {error}") from error
         if isinstance(answer, ServerInfo):
             return ours, answer, process
         if isinstance(answer, StartupFailed):
             raise StartupError(answer.message)
-        raise StartupError(f"the manager (process {process.pid}) ended before the cluster was ready")
+        raise StartupError(f"the manager (process {process.pid}) ended before the cluster was ready; see its messages")
     except BaseException:
         ours.close()
         process.kill()
