@@ -188,6 +188,7 @@ class Stream:
             if isinstance(event, Token):
                 yield event
             elif isinstance(event, Refused):
+                self.finished = Finished(self.request, "error", 0, 0, event.message)
                 raise RequestRefused(event.code, event.message)
             else:
                 self.finished = event
