@@ -1,6 +1,8 @@
 """Policies by name."""
 
 import inspect
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from loongserve.policies.base import Policy
 from loongserve.policies.loongserve import LoongServePolicy
@@ -32,4 +34,17 @@ def make_policy(name: str, **options: object) -> Policy:
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise ValueError(f"policy {name!r} has no options {unknown}: known are {known}")
+    hints = get_type_hints(policy.__init__)
+    for option, value in options.items():
+        _check_type(option, value, hints[option])
     return policy(**options)  # type: ignore[arg-type]
+
+
+def _check_type(option: str, value: object, hint: Any) -> None:
+    """Refuse a value of another type here: a command line's text makes any, and a plan is too late to see it."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = [kind for kind in kinds if get_origin(kind) is None]
+    takes_functions = len(plain) < len(kinds)
+    if type(value) not in plain and not (takes_functions and callable(value)):
+        expected = " or ".join(kind.__name__ for kind in kinds if kind is not NoneType)
+        raise ValueError(f"{option} must be of type {expected}, got {value!r}")

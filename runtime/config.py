@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from loongserve.policies.registry import make_policy
+
 if TYPE_CHECKING:
     from loongserve.runtime.model.config import ModelConfig
 
@@ -85,7 +87,10 @@ class EngineConfig:
             "1, as tensor parallelism does not work yet (use more instances: they share the weights of a machine)",
             self.tp,
         )
-        _check(bool(self.policy), "policy", "the name of a policy", self.policy)
+        try:
+            make_policy(self.policy, **dict(self.policy_options))
+        except ValueError as error:
+            raise ValueError(f"policy: {error}") from error
         for name in ("kv_tokens", "max_model_len"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1 token", value)

@@ -16,7 +16,7 @@ from grpc import StatusCode
 from transformers import PreTrainedTokenizerFast
 
 from loongserve.cli import run as run_module
-from loongserve.cli.options import read_config
+from loongserve.cli.options import engine_options, read_config
 from loongserve.cli.run import main
 from loongserve.runtime import launch
 from loongserve.runtime.config import EngineConfig
@@ -181,6 +181,8 @@ def test_port_in_use(processes: Any) -> None:
         (["--kv-tokens", "0"], ("--kv-tokens", "at least 1")),
         (["--device", "tpu"], ("--device", "tpu")),
         (["--dtype", "int4"], ("--dtype", "int4")),
+        (["--policy", "elastc"], ("--policy", "elastc", "elastic", "static")),
+        (["--policy", "static", "--policy-option", "dop=1.5"], ("--policy", "dop", "int", "1.5")),
         (["--policy-option", "alone"], ("--policy-option", "KEY=VALUE", "alone")),
         (["--grpc-port", "70000"], ("--grpc-port", "70000")),
         (["/no/such/model"], ("MODEL", "/no/such/model")),
@@ -202,14 +204,26 @@ def test_options_make_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(run_module, "_run", record)
-    arguments = "--instances 4 --policy static --policy-option dop=2 --policy-option some-name=x --kv-tokens 500 "
-    arguments += "--policy-option r=0.5 --policy-option on=true "
+    arguments = "--instances 4 --policy elastic --policy-option max-batch-tokens=2 --kv-tokens 500 "
     arguments += "--max-model-len 900 --device cpu --dtype bfloat16 --control-interval-ms 20 --host ::1 --grpc-port 0"
     assert CliRunner().invoke(main, [os.getcwd(), *arguments.split()]).exit_code == 0
     assert CliRunner().invoke(main, []).exit_code == 0
-    options = (("dop", 2), ("some_name", "x"), ("r", 0.5), ("on", True))
-    expected = EngineConfig(os.getcwd(), 4, 1, "static", options, 500, 900, "cpu", "bfloat16", 20)
+    options = (("max_batch_tokens", 2),)
+    expected = EngineConfig(os.getcwd(), 4, 1, "elastic", options, 500, 900, "cpu", "bfloat16", 20)
     assert seen == [(expected, "::1", 0), (EngineConfig(), "127.0.0.1", 50051)]
+
+
+@pytest.mark.parametrize(("text", "value"), [("2", 2), ("0.5", 0.5), ("true", True), ("False", False), ("x", "x")])
+def test_policy_options_are_read_as_what_they_look_like(text: str, value: object) -> None:
+    @click.command()
+    @engine_options
+    def command(**values: Any) -> None:
+        (option,) = values["policy_options"]
+        assert option == ("some_name", value)
+        assert type(option[1]) is type(value)
+
+    result = CliRunner().invoke(command, ["--policy-option", f"some-name={text}"], catch_exceptions=False)
+    assert result.exit_code == 0
 
 
 def test_unknown_settings_are_refused() -> None:
