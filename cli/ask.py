@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 @click.option("--question", help="The question about --file; the same as PROMPT.")
 @click.option("--address", default=f"{DEFAULT_HOST}:{DEFAULT_PORT}", show_default=True, help="The server's host:port.")
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), help="The most tokens to generate. The server's if not given."
+    "--max-tokens", type=click.IntRange(1, 2**31 - 1), help="The most tokens to generate. The server's if not given."
 )
 @click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token each time.")
 @click.option("--top-p", type=float, help="Draw from the likeliest tokens that have this probability together.")
-@click.option("--top-k", type=int, help="Draw from this many of the likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(0, 2**31 - 1), help="Draw from this many of the likeliest tokens.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="End the answer before this string; may be given several times.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the model's chat template.")
@@ -46,6 +46,8 @@ def main(
 ) -> None:
     """Ask PROMPT (- reads it from stdin) of a server that loong-run has started."""
     text = _read_text(prompt, document, question)
+    for given in (text, *settings["stop"]):
+        _check_text(given)
     from loongserve.runtime.proto import loongserve_pb2 as pb
 
     request = pb.GenerateRequest(**{name: value for name, value in settings.items() if value is not None})
@@ -148,6 +150,14 @@ def _read_text(prompt: str | None, document: TextIO | None, question: str | None
     if not text.strip():
         raise click.UsageError("nothing to ask: give PROMPT, - for stdin, or --file")
     return text
+
+
+def _check_text(text: str) -> None:
+    """Refuse bytes that were no UTF-8 on the command line or stdin, which Python then carries as half characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise click.ClickException(f"the input is not UTF-8 text: {error}") from error
 
 
 if __name__ == "__main__":

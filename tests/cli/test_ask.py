@@ -157,10 +157,22 @@ def test_no_server() -> None:
         (["a", "--question", "b"], "the question once"),
         (["--question", "b"], "--file"),
         (["a", "--max-tokens", "0"], "--max-tokens"),
+        (["a", "--max-tokens", "2147483648"], "--max-tokens"),
+        (["a", "--top-k", "2147483648"], "--top-k"),
         (["a", "--seed", "-1"], "--seed"),
         (["--file", "/no/such/file"], "/no/such/file"),
     ],
-    ids=["nothing", "empty", "two-questions", "question-alone", "max-tokens", "seed", "no-file"],
+    ids=[
+        "nothing",
+        "empty",
+        "two-questions",
+        "question-alone",
+        "max-tokens",
+        "max-tokens-huge",
+        "top-k-huge",
+        "seed",
+        "no-file",
+    ],
 )
 def test_bad_usage(arguments: list[str], part: str) -> None:
     result = CliRunner().invoke(main, arguments)
@@ -171,5 +183,12 @@ def test_bad_usage(arguments: list[str], part: str) -> None:
 def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     result = CliRunner().invoke(main, ["--file", str(tmp_path / "binary")])
+    assert result.exit_code == 1
+    assert "UTF-8" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["\udcff"], ["a", "--stop", "\udcff"]], ids=["prompt", "stop"])
+def test_bytes_that_are_no_text(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1
     assert "UTF-8" in result.output
