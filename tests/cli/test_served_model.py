@@ -18,6 +18,9 @@ from grpc import StatusCode
 from loongserve.runtime.proto import loongserve_pb2 as pb
 from loongserve.runtime.proto.loongserve_pb2_grpc import LoongStub
 
+# Of each of the two instances.
+_SLOTS = 300
+
 pytestmark = pytest.mark.timeout(280)
 
 
@@ -39,7 +42,7 @@ class _Served:
 @contextmanager
 def _serve() -> Iterator[_Served]:
     code = "from loongserve.cli.run import main; main(prog_name='loong-run')"
-    command = [sys.executable, "-P", "-c", code, "--instances", "2", "--grpc-port", "0", "--kv-tokens", "600"]
+    command = [sys.executable, "-P", "-c", code, "--instances", "2", "--grpc-port", "0", "--kv-tokens", str(_SLOTS)]
     process = subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, text=True)
     overdue = threading.Timer(120, process.kill)
     overdue.start()
@@ -81,8 +84,8 @@ async def _pools_are_empty(stub: Any) -> None:
     async with asyncio.timeout(60):
         while True:
             cluster = await stub.GetCluster(pb.GetClusterRequest())
-            assert [instance.num_slots for instance in cluster.instances] == [600, 600]
-            if all(instance.free_slots == 600 for instance in cluster.instances):
+            assert [instance.num_slots for instance in cluster.instances] == [_SLOTS, _SLOTS]
+            if all(instance.free_slots == _SLOTS for instance in cluster.instances):
                 return
             await asyncio.sleep(0.05)
 
@@ -95,7 +98,8 @@ def test_a_real_model_is_served_until_a_signal() -> None:
     async def body(served: _Served) -> None:
         async with grpc.aio.insecure_channel(served.address) as channel:
             stub = LoongStub(channel)
-            text, greedy = await _answer(stub, chat=_question("What is the capital of France?"), temperature=0.0)
+            asked = {"chat": _question("What is the capital of France?"), "temperature": 0.0, "max_tokens": 8}
+            text, greedy = await _answer(stub, **asked)
             assert "Paris" in text
 
             # A seeded answer is the same alone and beside others.
@@ -104,13 +108,13 @@ def test_a_real_model_is_served_until_a_signal() -> None:
             beside = await asyncio.gather(
                 _answer(stub, text="Once upon a time there", max_tokens=8),
                 _answer(stub, **seeded),
-                _answer(stub, chat=_question("What is the capital of France?"), temperature=0.0),
+                _answer(stub, **asked),
             )
             assert beside[1] == alone
             assert beside[2] == (text, greedy)
 
             # Longer than one pool: it lies on both instances.
-            _, tokens = await _answer(stub, token_ids=pb.TokenIds(ids=[5] * 700), max_tokens=3, ignore_eos=True)
+            _, tokens = await _answer(stub, token_ids=pb.TokenIds(ids=[5] * 400), max_tokens=3, ignore_eos=True)
             assert len(tokens) == 3
             await _pools_are_empty(stub)
 
@@ -120,7 +124,7 @@ def test_a_real_model_is_served_until_a_signal() -> None:
                 {"text": "a", "temperature": float("nan")},
                 {"token_ids": pb.TokenIds(ids=[49152])},
                 # Fits the model, but never the pools.
-                {"token_ids": pb.TokenIds(ids=[5] * 1300), "max_tokens": 1},
+                {"token_ids": pb.TokenIds(ids=[5] * 601), "max_tokens": 1},
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await _answer(stub, **fields)
@@ -131,7 +135,7 @@ def test_a_real_model_is_served_until_a_signal() -> None:
             cut.cancel()
             await _pools_are_empty(stub)
 
-            last = stub.Generate(pb.GenerateRequest(text="a", max_tokens=550, ignore_eos=True))
+            last = stub.Generate(pb.GenerateRequest(text="a", max_tokens=590, ignore_eos=True))
             await last.read()
             served.process.send_signal(signal.SIGTERM)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
