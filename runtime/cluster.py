@@ -41,6 +41,8 @@ class Cluster:
         self.drains: dict[int, int] = {}
         self._running: dict[int, RunningIteration] = {}
         self._running_on: dict[int, RunningIteration] = {}
+        # Views of requests that wait without KV: of thousands, all look the same at each planning.
+        self._waiting_views: dict[int, RequestView] = {}
         self._epoch = 0
         self._last_seq = 0
         self._decode_s_sum = 0.0
@@ -85,6 +87,7 @@ class Cluster:
                 )
             )
             self.ledger.place(request.request, save)
+            self._waiting_views.pop(request.request, None)
             request.start(seq)
         iteration = Iteration(seq, self._epoch, group, tuple(segments), steps)
         running = RunningIteration(iteration, kind)
@@ -107,6 +110,7 @@ class Cluster:
     def remove(self, request: LiveRequest) -> list[Free]:
         """Forget a request that ended. Returns: the commands that free its slots; later, where it still runs."""
         del self.requests[request.request]
+        self._waiting_views.pop(request.request, None)
         return [] if request.iteration is not None else self.free(request.request)
 
     def clear(self) -> None:
@@ -114,6 +118,7 @@ class Cluster:
         for request in self.ledger.requests():
             self.ledger.free(request)
         self.requests.clear()
+        self._waiting_views.clear()
         self.drains.clear()
         self._running.clear()
         self._running_on.clear()
@@ -128,10 +133,17 @@ class Cluster:
         prefills: list[RequestView] = []
         decodes: list[RequestView] = []
         for request in self.requests.values():
+            waiting = self._waiting_views.get(request.request)
+            if waiting is not None:
+                prefills.append(waiting)
+                continue
             placement = self.ledger.resident(request.request, request.computed)
             # Whoever stored the last token goes on to store the next: masters are sticky.
             master = placement[-1][0] if placement else None
-            (prefills if request.phase == "prefill" else decodes).append(request.view(placement, master))
+            view = request.view(placement, master)
+            (prefills if request.phase == "prefill" else decodes).append(view)
+            if request.computed == 0 and request.iteration is None:
+                self._waiting_views[request.request] = view
         return ClusterView(
             now_s=now,
             instances=tuple(self._instance_view(instance) for instance in self.num_slots),
