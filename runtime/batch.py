@@ -135,9 +135,14 @@ def plan_member(iteration: Iteration, segments: Sequence[Segment], member: int, 
         The member's batch, all tensors on the CPU.
     """
     group, dop, me = iteration.group, len(iteration.group), iteration.group[member]
-    striped = [s for s in segments if not is_local(s, group)]
-    local = [s for s in segments if is_local(s, group) and s.rotation % dop == member]
-    remote_local = [s for s in segments if is_local(s, group) and s.rotation % dop != member]
+    striped: list[Segment] = []
+    local: list[Segment] = []
+    remote_local: list[Segment] = []
+    for segment in segments:
+        if not is_local(segment, group):
+            striped.append(segment)
+        else:
+            (local if segment.rotation % dop == member else remote_local).append(segment)
 
     tokens: list[int] = []
     positions: list[int] = []
@@ -252,10 +257,8 @@ def _remote_queries(
         cu_seqlens = [0]
         slots = []
         for segment, resident in held:
-            if is_local(segment, group):
-                count = 1 if segment.rotation % dop == other else 0
-            else:
-                count = num_rows(segment, other, dop)
+            # Of a local segment too: its one row is its master's.
+            count = num_rows(segment, other, dop)
             if count:
                 cu_seqlens.append(cu_seqlens[-1] + count)
                 slots.append(resident)

@@ -66,7 +66,8 @@ class EspAttention:
         if batch.resident_slots:
             self._resident = self._plan_paged(batch.cu_seqlens_resident, batch.resident_slots, device)
 
-        members = range(len(batch.group)) if batch.uses_ring else [batch.member]
+        # Ordinary decode has no striped rows anywhere, and so no blocks.
+        members = [j for j, rows in enumerate(batch.ring_rows) if batch.uses_ring or rows]
         self._blocks: dict[int, tuple[StripedPlan, Tensor | None]] = {}
         for member in members:
             block = batch.blocks[member]
