@@ -16,7 +16,9 @@ def measure(worst_difference, prompts):
 
     def run():
         script = Script(
-            lambda chunk: tuple(range(NUM_INSTANCES)), spread_unevenly(NUM_INSTANCES), master=lambda k: k % NUM_INSTANCES
+            lambda chunk: tuple(range(NUM_INSTANCES)),
+            spread_unevenly(NUM_INSTANCES),
+            master=lambda k: k % NUM_INSTANCES,
         )
         config = EngineConfig(instances=NUM_INSTANCES, dtype="float32", device="cpu", kv_tokens=1024)
         with Engine(config, policy=ScriptedPolicy(script), start=start_threads) as engine:
