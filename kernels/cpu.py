@@ -12,7 +12,7 @@ from loongserve.kernels.cpu_elementwise import (
     silu_and_mul,
 )
 from loongserve.kernels.cpu_paged import paged_attention, plan_paged_attention
-from loongserve.kernels.cpu_striped import plan_striped_attention, striped_attention
+from loongserve.kernels.cpu_striped import plan_positional_attention, plan_striped_attention, striped_attention
 
 __all__ = [
     "apply_rope",
@@ -21,6 +21,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "plan_paged_attention",
+    "plan_positional_attention",
     "plan_striped_attention",
     "rms_norm",
     "save_kv",

@@ -50,8 +50,26 @@ class KernelProvider(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        lower_diagonals: tuple[int | None, ...] | None = None,
     ) -> StripedPlan:
         """Prepare ``striped_attention``; may allocate and copy to the device."""
+        ...
+
+    def plan_positional_attention(
+        self,
+        cu_seqlens_q: Sequence[int],
+        cu_seqlens_k: Sequence[int],
+        query_positions: Tensor,
+        key_positions: Tensor,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+    ) -> StripedPlan:
+        """Prepare ``striped_attention`` for positions, given on the host; may allocate and copy to the device."""
         ...
 
     def striped_attention(
@@ -64,6 +82,7 @@ class KernelProvider(Protocol):
         *,
         scale: float,
         save: KVSave | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         """Merge attention over one block into ``state`` and save K and V; no allocation or sync on a GPU."""
         ...
@@ -78,6 +97,7 @@ class KernelProvider(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        first_visible: Tensor | None = None,
     ) -> PagedPlan:
         """Prepare ``paged_attention``; may allocate and copy to the device."""
         ...
@@ -91,6 +111,7 @@ class KernelProvider(Protocol):
         out: AttentionState,
         *,
         scale: float,
+        soft_cap: float | None = None,
     ) -> AttentionState:
         """Overwrite ``out`` and return it; no allocation or sync on a GPU."""
         ...

@@ -54,8 +54,11 @@ _POINTERS = {
     "slots": "*i64",
     "rows": "*i64",
     "positions": "*i64",
+    "query_positions": "*i64",
+    "key_positions": "*i64",
+    "first_visible": "*i64",
 }
-_SCALARS = {"scale_log2": "fp32", "eps": "fp32"}
+_SCALARS = {"scale_log2": "fp32", "cap_factor": "fp32", "eps": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +111,21 @@ class Resources:
         return not self.stack_bytes and not self.local_instructions and self.shared_bytes <= self.shared_limit_bytes
 
 
-def attention_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Iterator[CompileJob]:
-    """List the attention kernels of a model's shape."""
+def attention_jobs(
+    arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype, mask: int = 0, soft_cap: bool = False
+) -> Iterator[CompileJob]:
+    """List the attention kernels of a model's shape; ``mask`` is a MASK of striped attention, above 0 a window."""
     tile, constants = triton_striped.striped_constants(arch, *heads, head_dim, dtype)
+    features = {"MASK": mask, "SOFT_CAP": soft_cap}
+    options = tile.launch_options()
     shape = (arch, head_dim, f"{heads[0]}:{heads[1]}", dtype)
     kernel = triton_striped._striped_attention_kernel
-    yield CompileJob("striped_attention", *shape, kernel, {**constants, "SAVE": True}, tile.launch_options())
+    yield CompileJob("striped_attention", *shape, kernel, {**constants, **features, "SAVE": True}, options)
     for name, table in (("decode", triton_paged.DECODE_TILES), ("prefill", triton_paged.PREFILL_TILES)):
         tile, constants = triton_paged.paged_constants(table, arch, *heads, head_dim, dtype)
         kernel = triton_paged._paged_attention_kernel
-        yield CompileJob(f"paged_attention_{name}", *shape, kernel, constants, tile.launch_options())
+        features = {"WINDOW": mask > 0, "SOFT_CAP": soft_cap}
+        yield CompileJob(f"paged_attention_{name}", *shape, kernel, {**constants, **features}, tile.launch_options())
 
 
 def other_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Iterator[CompileJob]:
