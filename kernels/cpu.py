@@ -5,6 +5,9 @@ from __future__ import annotations
 from loongserve.kernels.cpu_elementwise import (
     apply_rope,
     finalize,
+    gather_kv,
+    gelu_and_mul,
+    merge_many,
     merge_rows,
     merge_states,
     rms_norm,
@@ -17,6 +20,9 @@ from loongserve.kernels.cpu_striped import plan_positional_attention, plan_strip
 __all__ = [
     "apply_rope",
     "finalize",
+    "gather_kv",
+    "gelu_and_mul",
+    "merge_many",
     "merge_rows",
     "merge_states",
     "paged_attention",

@@ -120,6 +120,10 @@ class KernelProvider(Protocol):
         """Merge into ``out``, which may be ``a`` or ``b``, and return it."""
         ...
 
+    def merge_many(self, states: Sequence[AttentionState], out: AttentionState) -> AttentionState:
+        """Merge one state or more into ``out``, which may be the first, and return it."""
+        ...
+
     def merge_rows(self, state: AttentionState, rows: Tensor, part: AttentionState) -> None:
         """Merge row i of ``part`` into row ``rows[i]`` of ``state``; ``rows`` has no duplicates."""
         ...
@@ -132,16 +136,24 @@ class KernelProvider(Protocol):
         """Store row i of K and V in slot ``slots[i]``; -1 skips."""
         ...
 
+    def gather_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write slot ``slots[i]`` to row i of K and V, zeros where it is -1."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, out: Tensor) -> Tensor:
         """Write the normalised rows to ``out``, which may be ``x``, and return it."""
         ...
 
-    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotate ``x`` in place."""
+    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> None:
+        """Rotate the first ``2 * cos.shape[1]`` elements of each head of ``x`` in place."""
         ...
 
     def silu_and_mul(self, x: Tensor, out: Tensor) -> Tensor:
         """Write silu(left half) * right half to ``out`` and return it."""
+        ...
+
+    def gelu_and_mul(self, x: Tensor, out: Tensor, *, approximate: str) -> Tensor:
+        """Write gelu(left half) * right half to ``out`` and return it."""
         ...
 
 

@@ -210,6 +210,16 @@ def merge_states(a: AttentionState, b: AttentionState, out: AttentionState) -> A
     return out
 
 
+def merge_many(states: Sequence[AttentionState], out: AttentionState) -> AttentionState:
+    """Weigh each by its share of the sum of exponentials."""
+    lse = torch.logsumexp(torch.stack([state.lse for state in states]), dim=0)
+    base = torch.where(lse == -math.inf, 0.0, lse)
+    merged = sum(state.out * torch.exp(state.lse - base)[..., None] for state in states)
+    out.out.copy_(torch.as_tensor(merged))
+    out.lse.copy_(lse)
+    return out
+
+
 def merge_rows(state: AttentionState, rows: Tensor, part: AttentionState) -> None:
     """Gather, merge, scatter."""
     merged = AttentionState(state.out[rows], state.lse[rows])
@@ -230,6 +240,14 @@ def save_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tenso
     v_cache[slots[kept]] = v[kept]
 
 
+def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Copy the slots, and zeros."""
+    kept = slots >= 0
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        rows.zero_()
+        rows[kept] = cache[slots[kept]]
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, out: Tensor) -> Tensor:
     """Normalise in float32 (float64 stays), round, scale."""
     if residual is not None:
@@ -240,17 +258,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, 
     return out.copy_(normalised.to(x.dtype) * weight)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Rotate the two halves against each other."""
-    first, second = _widen(x).chunk(2, dim=-1)
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> None:
+    """Rotate the two halves, or even and odd elements, against each other."""
+    half = cos.shape[1]
+    x = x[..., : 2 * half]
+    parts = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    first, second = (_widen(part).clone() for part in parts)
     cos, sin = cos[positions][:, None, :], sin[positions][:, None, :]
-    x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    parts[0].copy_(first * cos - second * sin)
+    parts[1].copy_(second * cos + first * sin)
 
 
 def silu_and_mul(x: Tensor, out: Tensor) -> Tensor:
     """Multiply, then round."""
     gate, up = _widen(x).chunk(2, dim=-1)
     return out.copy_(gate / (1 + torch.exp(-gate)) * up)
+
+
+def gelu_and_mul(x: Tensor, out: Tensor, *, approximate: str) -> Tensor:
+    """Multiply, then round."""
+    gate, up = _widen(x).chunk(2, dim=-1)
+    if approximate == "tanh":
+        share = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    else:
+        share = 0.5 * torch.erfc(-gate / math.sqrt(2))
+    return out.copy_(gate * share * up)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ Source: FlashAttention-2 (Dao 2023); striped attention (Brandon et al. 2023); Lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -313,10 +313,13 @@ class StripedWork:
 
 
 def striped_constants(
-    arch: str, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    arch: str, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, mask: tl.constexpr
 ) -> tuple[Tile, dict[str, Any]]:
-    """Choose the tile and the kernel's compile-time constants, all but MASK, SOFT_CAP and SAVE."""
+    """Choose the tile and the kernel's compile-time constants, all but SOFT_CAP and SAVE."""
     tile = table_row(STRIPED_TILES, arch, head_dim, dtype)
+    if mask == POSITIONS and tile.block_n > 16:
+        # Positions take 64 bits and so twice the registers of a mask by diagonals.
+        tile = replace(tile, block_n=tile.block_n // 2)
     main, tail = split_head_dim(head_dim)
     return tile, {
         "GROUP": num_q_heads // num_kv_heads,
@@ -328,6 +331,7 @@ def striped_constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "PRECISION": dot_precision(arch, dtype),
+        "MASK": mask.value,
     }
 
 
@@ -346,8 +350,8 @@ def plan_striped_attention(
     """List the tiles of queries that see any key."""
     from loongserve.kernels.striped import StripedPlan
 
-    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype)
-    constants["MASK"] = (DIAGONAL if lower_diagonals is None else BAND).value
+    mask = DIAGONAL if lower_diagonals is None else BAND
+    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype, mask)
     group = num_q_heads // num_kv_heads
     items = list_tiles(cu_seqlens_q, cu_seqlens_k, diagonals, group, tile.block_m, lower_diagonals)
     return StripedPlan(
@@ -381,8 +385,7 @@ def plan_positional_attention(
     """List the tiles of queries that see any key, each with the keys from the first to the last that it sees."""
     from loongserve.kernels.striped import StripedPlan
 
-    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype)
-    constants["MASK"] = POSITIONS.value
+    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype, POSITIONS)
     # Far below any difference of positions, and far from an overflow.
     lower = 1 - window if window is not None else -(1 << 62)
     group = num_q_heads // num_kv_heads
