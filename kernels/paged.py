@@ -12,7 +12,7 @@ Source: PagedAttention (Kwon et al. 2023) at a page size of one token; LoongServ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -29,11 +29,12 @@ from loongserve.kernels.checks import (
     check_tensor,
     check_window,
 )
+from loongserve.kernels.plan_handle import register_plan
 from loongserve.kernels.provider import load_provider, provider_name
 from loongserve.kernels.state import AttentionState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PagedPlan:
     """Metadata of ``paged_attention`` calls over the same slots: every layer of an iteration."""
 
@@ -51,6 +52,11 @@ class PagedPlan:
     payload: Any = None
     # [q_tokens] int64 on the host, each in 0..slots of the request; None: all slots are visible.
     first_visible: Tensor | None = None
+    # Names the plan to a compiled graph, which takes tensors only.
+    handle: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", register_plan(self))
 
 
 def first_visible_slots(query_positions: Tensor, slot_positions: Tensor, window: int) -> Tensor:

@@ -16,7 +16,7 @@ Source: striped attention (Brandon et al. 2023); LoongServe section 4.1 for savi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from loongserve.kernels.checks import (
     check_tensor,
     check_window,
 )
+from loongserve.kernels.plan_handle import register_plan
 from loongserve.kernels.provider import load_provider, provider_name
 from loongserve.kernels.state import AttentionState
 
@@ -49,7 +50,7 @@ class KVSave:
     v_cache: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class StripedPlan:
     """Metadata of ``striped_attention`` calls over blocks of the same lengths: every layer of a ring step."""
 
@@ -68,6 +69,11 @@ class StripedPlan:
     payload: Any = None
     # One a sequence, None where it has none; None: no sequence has one.
     lower_diagonals: tuple[int | None, ...] | None = None
+    # Names the plan to a compiled graph, which takes tensors only.
+    handle: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", register_plan(self))
 
 
 def stripe_bounds(query_first: int, key_first: int, stride: int, window: int | None = None) -> tuple[int, int | None]:

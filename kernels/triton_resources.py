@@ -123,6 +123,9 @@ def attention_jobs(
     shape = (arch, head_dim, f"{heads[0]}:{heads[1]}", dtype)
     kernel = triton_striped._striped_attention_kernel
     yield CompileJob("striped_attention", *shape, kernel, {**constants, **features, "SAVE": True}, options)
+    if mask == POSITIONS:
+        # Paged attention has a window or none.
+        return
     for name, table in (("decode", triton_paged.DECODE_TILES), ("prefill", triton_paged.PREFILL_TILES)):
         tile, constants = triton_paged.paged_constants(table, arch, *heads, head_dim, dtype)
         kernel = triton_paged._paged_attention_kernel
