@@ -30,6 +30,28 @@ def check_cu_seqlens(name: str, cu_seqlens: Sequence[int]) -> None:
             raise ValueError(f"{name} must not fall, got {begin} then {end} at index {index}")
 
 
+def check_cu_seqlens_pair(cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> None:
+    """Check the prefix sums of queries and keys of the same sequences."""
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+    if len(cu_seqlens_k) != len(cu_seqlens_q):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have one length, got {len(cu_seqlens_q)} and {len(cu_seqlens_k)}"
+        )
+
+
+def check_window(window: int | None) -> None:
+    """Check the size of a sliding window, in positions."""
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees itself) or None, got {window}")
+
+
+def check_soft_cap(soft_cap: float | None) -> None:
+    """Check the bound of the scores."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
+
+
 def check_plan_dtype(dtype: torch.dtype, provider: str) -> None:
     """Check that ``provider`` has attention for ``dtype``."""
     if dtype not in DTYPES and not (provider == "reference" and dtype == torch.float64):

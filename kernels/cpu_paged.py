@@ -2,7 +2,8 @@
 
 Three ways, chosen request by request in the plan. Short decodes are gathered together, padded to one length, and
 attended to in one go, for what they cost is calls, not arithmetic. Of the rest, slots in few runs are read in place,
-run by run, and merged; other slots are gathered. Inputs below float32 are widened after gathering.
+run by run, and merged; other slots are gathered. Inputs below float32 are widened after gathering. Slots that no query
+of a request sees are left out; where its queries then see different slots, these are gathered and masked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from loongserve.kernels.cpu_attention import attend, softmax_
+from loongserve.kernels.cpu_attention import attend, attend_masked, softmax_
 from loongserve.kernels.cpu_elementwise import merge_states
 from loongserve.kernels.paged import PagedPlan
 from loongserve.kernels.state import AttentionState
@@ -41,6 +42,23 @@ class _Single:
 
 
 @dataclass(frozen=True, slots=True)
+class _Windowed:
+    """One request whose queries see different slots."""
+
+    q_begin: int
+    q_end: int
+    slots: Tensor
+    # [queries] int64: index in ``slots`` of the first that each sees.
+    first_visible: Tensor
+
+    def find_visible(self, begin: int, end: int) -> tuple[int, int, Tensor | None]:
+        """Answer the slots that queries begin..end-1 see, for ``attend_masked``."""
+        firsts = self.first_visible[begin:end]
+        first, last = int(firsts.min()), len(self.slots)
+        return first, last, torch.arange(first, last) >= firsts[:, None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Batch:
     """Requests of one query each, padded to the longest."""
 
@@ -57,6 +75,7 @@ class _Batch:
 @dataclass(frozen=True, slots=True)
 class _Payload:
     singles: tuple[_Single, ...]
+    windowed: tuple[_Windowed, ...]
     batches: tuple[_Batch, ...]
     # Queries without slots, [rows] int64.
     empty: Tensor
@@ -71,15 +90,25 @@ def plan_paged_attention(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    first_visible: Tensor | None = None,
 ) -> PagedPlan:
     """Choose a way for every request."""
     slots = tuple(request_slots.to(device) for request_slots in slots)
     singles: list[_Single] = []
+    windowed: list[_Windowed] = []
     short: list[tuple[int, Tensor]] = []
     empty: list[int] = []
     for (begin, end), request_slots in zip(pairwise(cu_seqlens_q), slots, strict=True):
+        firsts = None if first_visible is None or end == begin else first_visible[begin:end]
+        if firsts is not None:
+            skipped = int(firsts.min())
+            request_slots, firsts = request_slots[skipped:], firsts - skipped
+            if not firsts.any():
+                firsts = None
         if len(request_slots) == 0:
             empty.extend(range(begin, end))
+        elif firsts is not None:
+            windowed.append(_Windowed(begin, end, request_slots, firsts))
         elif end - begin == 1 and len(request_slots) <= _MAX_SHORT_TOKENS:
             short.append((begin, request_slots))
         elif end > begin:
@@ -102,7 +131,8 @@ def plan_paged_attention(
         head_dim=head_dim,
         dtype=dtype,
         device=device,
-        payload=_Payload(tuple(singles), tuple(batches), torch.tensor(empty, dtype=torch.int64)),
+        payload=_Payload(tuple(singles), tuple(windowed), tuple(batches), torch.tensor(empty, dtype=torch.int64)),
+        first_visible=first_visible,
     )
 
 
@@ -142,15 +172,26 @@ def _pad(requests: list[tuple[int, Tensor]], kv_heads: int) -> _Batch:
 
 
 def paged_attention(
-    plan: PagedPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: AttentionState, *, scale: float
+    plan: PagedPlan,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: AttentionState,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
 ) -> AttentionState:
     """Attend as planned."""
     payload = cast(_Payload, plan.payload)
     q = q.float()
     for single in payload.singles:
-        _attend_single(single, q, k_cache, v_cache, out.rows(single.q_begin, single.q_end), scale)
+        _attend_single(single, q, k_cache, v_cache, out.rows(single.q_begin, single.q_end), scale, soft_cap)
+    for each in payload.windowed:
+        k, v = (cache.index_select(0, each.slots).float() for cache in (k_cache, v_cache))
+        part = attend_masked(q[each.q_begin : each.q_end], k, v, scale, soft_cap, each.find_visible)
+        out.out[each.q_begin : each.q_end], out.lse[each.q_begin : each.q_end] = part.out, part.lse
     for batch in payload.batches:
-        _attend_batch(batch, q, k_cache, v_cache, out, scale)
+        _attend_batch(batch, q, k_cache, v_cache, out, scale, soft_cap)
     if len(payload.empty):
         out.out.index_fill_(0, payload.empty, 0.0)
         out.lse.index_fill_(0, payload.empty, -torch.inf)
@@ -158,7 +199,13 @@ def paged_attention(
 
 
 def _attend_single(
-    single: _Single, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: AttentionState, scale: float
+    single: _Single,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: AttentionState,
+    scale: float,
+    soft_cap: float | None,
 ) -> None:
     queries = q[single.q_begin : single.q_end]
     if single.slots is not None:
@@ -166,7 +213,7 @@ def _attend_single(
     else:
         pieces = [(k_cache[begin:end], v_cache[begin:end]) for begin, end in single.runs]
     for index, (k, v) in enumerate(pieces):
-        part = attend(queries, k.float(), v.float(), scale, causal=False)
+        part = attend(queries, k.float(), v.float(), scale, causal=False, soft_cap=soft_cap)
         if index:
             merge_states(out, part, out)
         else:
@@ -175,7 +222,13 @@ def _attend_single(
 
 
 def _attend_batch(
-    batch: _Batch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: AttentionState, scale: float
+    batch: _Batch,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: AttentionState,
+    scale: float,
+    soft_cap: float | None,
 ) -> None:
     requests, (_, kv_heads, head_dim) = len(batch.queries), k_cache.shape
     group = q.shape[1] // kv_heads
@@ -183,6 +236,8 @@ def _attend_batch(
     queries = q.index_select(0, batch.queries).mul_(scale).view(requests * kv_heads, group, head_dim)
     k, v = (_gather_heads_first(batch, cache).float() for cache in (k_cache, v_cache))
     scores = torch.bmm(queries, k.transpose(1, 2))
+    if soft_cap is not None:
+        scores.div_(soft_cap).tanh_().mul_(soft_cap)
     scores.view(requests, kv_heads * group, -1).masked_fill_(batch.padding, -torch.inf)
     weights, lse = softmax_(scores)
     out.out.index_copy_(0, batch.queries, torch.bmm(weights, v).view(requests, kv_heads * group, head_dim))

@@ -12,6 +12,7 @@ Source: LoongServe section 4.2; the merge of FlashInfer's attention states.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +45,36 @@ def merge_states(a: AttentionState, b: AttentionState, out: AttentionState | Non
     else:
         _check_like("out", out, a)
     return load_provider(name).merge_states(a, b, out)
+
+
+def merge_many(states: Sequence[AttentionState], out: AttentionState | None = None) -> AttentionState:
+    """Merge any number of states of the same queries over disjoint keys, in fewer passes than two by two.
+
+    Args:
+        states: at least one; each [tokens, heads, head_dim] and [tokens, heads] float32.
+        out: where to write; may be ``states[0]`` but share no memory with another. None: a new state.
+
+    Returns:
+        ``out`` or the new state.
+
+    Raises:
+        ValueError: there is no state, shapes, dtypes or devices differ, or ``out`` is a state other than the first.
+    """
+    if len(states) == 0:
+        raise ValueError("merge_many needs at least one state, got none: AttentionState.empty is the merge of nothing")
+    first = states[0]
+    device = first.out.device
+    name = provider_name(device)
+    check_state("states[0]", first, tuple(first.out.shape), device, name)
+    for index, state in enumerate(states[1:], start=1):
+        _check_like(f"states[{index}]", state, first)
+        if out is not None and out.out.numel() and out.out.data_ptr() == state.out.data_ptr():
+            raise ValueError(f"out may be states[0], but is states[{index}]: put that state first")
+    if out is None:
+        out = AttentionState(torch.empty_like(first.out), torch.empty_like(first.lse))
+    else:
+        _check_like("out", out, first)
+    return load_provider(name).merge_many(states, out)
 
 
 def merge_rows(state: AttentionState, rows: Tensor, part: AttentionState) -> None:

@@ -50,8 +50,26 @@ class KernelProvider(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        lower_diagonals: tuple[int | None, ...] | None = None,
     ) -> StripedPlan:
         """Prepare ``striped_attention``; may allocate and copy to the device."""
+        ...
+
+    def plan_positional_attention(
+        self,
+        cu_seqlens_q: Sequence[int],
+        cu_seqlens_k: Sequence[int],
+        query_positions: Tensor,
+        key_positions: Tensor,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
+    ) -> StripedPlan:
+        """Prepare ``striped_attention`` for positions, given on the host; may allocate and copy to the device."""
         ...
 
     def striped_attention(
@@ -64,6 +82,7 @@ class KernelProvider(Protocol):
         *,
         scale: float,
         save: KVSave | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         """Merge attention over one block into ``state`` and save K and V; no allocation or sync on a GPU."""
         ...
@@ -78,6 +97,7 @@ class KernelProvider(Protocol):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        first_visible: Tensor | None = None,
     ) -> PagedPlan:
         """Prepare ``paged_attention``; may allocate and copy to the device."""
         ...
@@ -91,12 +111,17 @@ class KernelProvider(Protocol):
         out: AttentionState,
         *,
         scale: float,
+        soft_cap: float | None = None,
     ) -> AttentionState:
         """Overwrite ``out`` and return it; no allocation or sync on a GPU."""
         ...
 
     def merge_states(self, a: AttentionState, b: AttentionState, out: AttentionState) -> AttentionState:
         """Merge into ``out``, which may be ``a`` or ``b``, and return it."""
+        ...
+
+    def merge_many(self, states: Sequence[AttentionState], out: AttentionState) -> AttentionState:
+        """Merge one state or more into ``out``, which may be the first, and return it."""
         ...
 
     def merge_rows(self, state: AttentionState, rows: Tensor, part: AttentionState) -> None:
@@ -111,16 +136,24 @@ class KernelProvider(Protocol):
         """Store row i of K and V in slot ``slots[i]``; -1 skips."""
         ...
 
+    def gather_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write slot ``slots[i]`` to row i of K and V, zeros where it is -1."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, out: Tensor) -> Tensor:
         """Write the normalised rows to ``out``, which may be ``x``, and return it."""
         ...
 
-    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-        """Rotate ``x`` in place."""
+    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool) -> None:
+        """Rotate the first ``2 * cos.shape[1]`` elements of each head of ``x`` in place."""
         ...
 
     def silu_and_mul(self, x: Tensor, out: Tensor) -> Tensor:
         """Write silu(left half) * right half to ``out`` and return it."""
+        ...
+
+    def gelu_and_mul(self, x: Tensor, out: Tensor, *, approximate: str) -> Tensor:
+        """Write gelu(left half) * right half to ``out`` and return it."""
         ...
 
 

@@ -3,10 +3,11 @@
 The plan cuts each request's own slots into parts, so that all items together fill the GPU; the length of one request
 changes neither the grid nor the buffers of another. A request with one part writes its state at once, the others
 write partial states to the plan's workspace, which a second kernel merges. The order of sums is fixed by the plan:
-the same plan gives the same bits.
+the same plan gives the same bits. With a window, slots that no query of a tile sees are left out of its parts.
 
 Requests with few query rows (decode: one token, the heads of a group packed into rows) take a tile of 16 rows, the
-others the tile of a prefill, each in its own launch. No causal mask: every query sees all slots of its request.
+others the tile of a prefill, each in its own launch. No causal mask: a query sees the
+slots of its request from its first visible one on.
 
 Source: Flash-Decoding (Dao et al. 2023); the cut of work by a host plan as in FlashInfer (Ye et al. 2025).
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from loongserve.kernels.triton_tuning import (
     device_guard,
     dot_precision,
     num_processors,
+    score_scales,
     split_head_dim,
     table_row,
 )
@@ -127,6 +129,7 @@ def _paged_attention_kernel(
     v_cache,
     items,
     slots,
+    first_visible,
     stride_out_token,
     stride_out_head,
     stride_lse_token,
@@ -138,6 +141,7 @@ def _paged_attention_kernel(
     stride_v_cache_slot,
     stride_v_cache_head,
     scale_log2,
+    cap_factor,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -146,6 +150,8 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     program = tl.program_id(0)
     kv_head = (program % NUM_KV_HEADS).to(tl.int64)
@@ -153,7 +159,8 @@ def _paged_attention_kernel(
     q_begin = tl.load(item)
     num_queries = tl.load(item + 1).to(tl.int32)
     row_begin = tl.load(item + 2).to(tl.int32)
-    slots += tl.load(item + 3)
+    slot_begin = tl.load(item + 3)
+    slots += slot_begin
     num_keys = tl.load(item + 4).to(tl.int32)
     partial_begin = tl.load(item + 5)
 
@@ -180,6 +187,9 @@ def _paged_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
+    if WINDOW:
+        # [BLOCK_M]: as an index of this part.
+        first_seen = tl.load(first_visible + q_begin + local, mask=row_mask, other=0) - slot_begin
     block = tl.arange(0, BLOCK_N)
     k_cache += kv_head * stride_k_cache_head
     v_cache += kv_head * stride_v_cache_head
@@ -187,6 +197,9 @@ def _paged_attention_kernel(
         # [BLOCK_N]
         key_mask = start + block < num_keys
         slot = tl.load(slots + start + block, mask=key_mask, other=0)
+        visible = key_mask[None, :]
+        if WINDOW:
+            visible = visible & (start + block[None, :] >= first_seen[:, None])
         acc, acc_tail, row_max, row_sum = attend_keys(
             acc,
             acc_tail,
@@ -199,14 +212,16 @@ def _paged_attention_kernel(
             slot * stride_k_cache_slot,
             slot * stride_v_cache_slot,
             key_mask,
-            key_mask[None, :],
+            visible,
             scale_log2,
+            cap_factor,
             True,
             True,
             HEAD_DIM,
             D_MAIN,
             D_TAIL,
             PRECISION,
+            SOFT_CAP,
         )
     if partial_begin < 0:
         token = q_begin + local
@@ -324,6 +339,8 @@ class PagedWork:
     # [partial tokens, heads, head_dim] and [partial tokens, heads] float32.
     partial_out: Tensor
     partial_lse: Tensor
+    # [q_tokens] int64: index in ``slots`` of the first that a query sees; None: all of its request.
+    first_visible: Tensor | None = None
 
 
 def paged_constants(
@@ -334,7 +351,7 @@ def paged_constants(
     head_dim: int,
     dtype: torch.dtype,
 ) -> tuple[Tile, dict[str, Any]]:
-    """Choose the tile and the compile-time constants of ``_paged_attention_kernel``."""
+    """Choose the tile and the compile-time constants of ``_paged_attention_kernel``, all but WINDOW and SOFT_CAP."""
     tile = table_row(table, arch, head_dim, dtype)
     main, tail = split_head_dim(head_dim)
     return tile, {
@@ -368,6 +385,7 @@ def plan_paged_attention(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    first_visible: Tensor | None = None,
 ) -> PagedPlan:
     """Cut the work into items that fill the GPU."""
     from loongserve.kernels.paged import PagedPlan
@@ -381,7 +399,10 @@ def plan_paged_attention(
         head_dim=head_dim,
         dtype=dtype,
         device=device,
-        payload=make_work(cu_seqlens_q, slots, (num_q_heads, num_kv_heads), head_dim, dtype, device),
+        payload=make_work(
+            cu_seqlens_q, slots, (num_q_heads, num_kv_heads), head_dim, dtype, device, first_visible=first_visible
+        ),
+        first_visible=first_visible,
     )
 
 
@@ -393,12 +414,23 @@ def make_work(
     dtype: torch.dtype,
     device: torch.device,
     part_tokens: int | None = None,
+    first_visible: Tensor | None = None,
 ) -> PagedWork:
     """Cut requests into parts of ``part_tokens`` slots (None: as many as fill the GPU) and allocate the workspace."""
+    counts = [end - begin for begin, end in pairwise(cu_seqlens_q)]
+    if first_visible is not None:
+        # What no query of a request sees is not even listed.
+        firsts = [first_visible[begin:end] for begin, end in pairwise(cu_seqlens_q)]
+        skipped = [int(first.min()) if len(first) else 0 for first in firsts]
+        slots = [request_slots[skip:] for request_slots, skip in zip(slots, skipped, strict=True)]
+        begins = [0, *accumulate(len(request_slots) for request_slots in slots)][:-1]
+        first_visible = torch.cat(
+            [first_visible[:0], *(f - s + b for f, s, b in zip(firsts, skipped, begins, strict=True))]
+        )
     num_q_heads, num_kv_heads = heads
     arch = device_arch(device)
     group = num_q_heads // num_kv_heads
-    num_queries = [end - begin for begin, end in pairwise(cu_seqlens_q)]
+    num_queries = counts
     lengths = [request_slots.numel() for request_slots in slots]
     tiles = {}
     for name, table in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES)):
@@ -421,10 +453,12 @@ def make_work(
             begin = part * part_tokens
             partial = num_partial + part * queries if parts > 1 else -1
             block_m = tiles[kind][0].block_m
-            items[kind].extend(
-                [q_begin, queries, row, slot_begin + begin, min(part_tokens, length - begin), partial]
-                for row in range(0, queries * group, block_m)
-            )
+            for row in range(0, queries * group, block_m):
+                first, last = slot_begin + begin, slot_begin + min(begin + part_tokens, length)
+                if first_visible is not None:
+                    tile_queries = slice(q_begin + row // group, q_begin + min(queries, -(-(row + block_m) // group)))
+                    first = min(max(first, int(first_visible[tile_queries].min())), last)
+                items[kind].append([q_begin, queries, row, first, last - first, partial])
         if parts > 1:
             merges.extend([q_begin + query, num_partial + query, queries, parts] for query in range(queries))
             num_partial += parts * queries
@@ -442,6 +476,7 @@ def make_work(
         merges=_to_device(merges, MERGE_SIZE.value, device),
         partial_out=torch.empty(num_partial, num_q_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(num_partial, num_q_heads, dtype=torch.float32, device=device),
+        first_visible=None if first_visible is None else first_visible.to(device),
     )
 
 
@@ -466,10 +501,10 @@ def paged_attention(
     out: AttentionState,
     *,
     scale: float,
+    soft_cap: float | None = None,
 ) -> AttentionState:
     """Overwrite ``out``: a launch for each tile shape, and one for the merge where a request was cut."""
-    if not scale > 0:
-        raise ValueError(f"scale must be positive for the triton provider, got {scale}")
+    scales = score_scales(scale, soft_cap)
     work: PagedWork = plan.payload
     state_strides = (*out.out.stride()[:2], *out.lse.stride())
     for launch in work.launches:
@@ -484,11 +519,14 @@ def paged_attention(
                 v_cache,
                 launch.items,
                 work.slots,
+                work.slots if work.first_visible is None else work.first_visible,
                 *state_strides,
                 *q.stride()[:2],
                 *k_cache.stride()[:2],
                 *v_cache.stride()[:2],
-                scale * math.log2(math.e),
+                *scales,
+                WINDOW=work.first_visible is not None,
+                SOFT_CAP=soft_cap is not None,
                 **launch.constants,
                 **launch.tile.launch_options(),
             )

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loongserve.kernels import triton_elementwise, triton_merge, triton_paged, triton_striped
+from loongserve.kernels.triton_striped import BAND, DIAGONAL, POSITIONS
 from loongserve.kernels.triton_tuning import MAX_SHARED_BYTES
 
 TARGETS = {
@@ -47,6 +48,7 @@ _POINTERS = {
     "a_lse": "*fp32",
     "b_out": "*fp32",
     "b_lse": "*fp32",
+    **{f"{name}{index}": "*fp32" for name in ("out", "lse") for index in range(triton_merge.MERGED_AT_ONCE)},
     "cos": "*fp32",
     "sin": "*fp32",
     "items": "*i64",
@@ -54,8 +56,11 @@ _POINTERS = {
     "slots": "*i64",
     "rows": "*i64",
     "positions": "*i64",
+    "query_positions": "*i64",
+    "key_positions": "*i64",
+    "first_visible": "*i64",
 }
-_SCALARS = {"scale_log2": "fp32", "eps": "fp32"}
+_SCALARS = {"scale_log2": "fp32", "cap_factor": "fp32", "eps": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +113,24 @@ class Resources:
         return not self.stack_bytes and not self.local_instructions and self.shared_bytes <= self.shared_limit_bytes
 
 
-def attention_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Iterator[CompileJob]:
-    """List the attention kernels of a model's shape."""
-    tile, constants = triton_striped.striped_constants(arch, *heads, head_dim, dtype)
+def attention_jobs(
+    arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype, mask: Any = DIAGONAL, soft_cap: bool = False
+) -> Iterator[CompileJob]:
+    """List the attention kernels of a model's shape; ``mask`` is DIAGONAL, or has a window."""
+    tile, constants = triton_striped.striped_constants(arch, *heads, head_dim, dtype, mask)
+    features = {"SOFT_CAP": soft_cap}
+    options = tile.launch_options()
     shape = (arch, head_dim, f"{heads[0]}:{heads[1]}", dtype)
     kernel = triton_striped._striped_attention_kernel
-    yield CompileJob("striped_attention", *shape, kernel, {**constants, "SAVE": True}, tile.launch_options())
+    yield CompileJob("striped_attention", *shape, kernel, {**constants, **features, "SAVE": True}, options)
+    if mask == POSITIONS:
+        # Paged attention has a window or none.
+        return
     for name, table in (("decode", triton_paged.DECODE_TILES), ("prefill", triton_paged.PREFILL_TILES)):
         tile, constants = triton_paged.paged_constants(table, arch, *heads, head_dim, dtype)
         kernel = triton_paged._paged_attention_kernel
-        yield CompileJob(f"paged_attention_{name}", *shape, kernel, constants, tile.launch_options())
+        features = {"WINDOW": mask != DIAGONAL, "SOFT_CAP": soft_cap}
+        yield CompileJob(f"paged_attention_{name}", *shape, kernel, {**constants, **features}, tile.launch_options())
 
 
 def other_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Iterator[CompileJob]:
@@ -135,6 +148,9 @@ def other_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dt
     for name, has_rows in (("merge_states", False), ("merge_rows", True)):
         merge = triton_merge._merge_states_kernel
         yield CompileJob(name, *shape, merge, {**state, "HAS_ROWS": has_rows}, _warps(triton_merge.NUM_WARPS))
+    many = {"COUNT": triton_merge.MERGED_AT_ONCE, **state}
+    many_kernel = triton_merge._merge_many_kernel
+    yield CompileJob("merge_many", *shape, many_kernel, many, _warps(triton_merge.NUM_WARPS))
     final = triton_merge._finalize_kernel
     yield CompileJob("finalize", *shape, final, state, _warps(triton_merge.NUM_WARPS), typed=("out",))
     save = {
@@ -144,9 +160,11 @@ def other_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dt
         "BLOCK_N": triton_elementwise.SAVE_BLOCK,
     }
     yield CompileJob("save_kv", *shape, triton_elementwise._save_kv_kernel, save, _warps(4))
+    yield CompileJob("gather_kv", *shape, triton_elementwise._gather_kv_kernel, save, _warps(4))
     rope = {
         "NUM_HEADS": heads[0],
         "HALF": head_dim // 2,
+        "INTERLEAVED": False,
         "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
         "BLOCK_H": triton_elementwise.ROPE_HEADS,
     }
@@ -157,8 +175,10 @@ def other_jobs(arch: str, head_dim: int, heads: tuple[int, int], dtype: torch.dt
     yield CompileJob(
         "rms_norm", *shape, norm_kernel, {**norm, "HAS_RESIDUAL": True}, norm_options, typed=("out", "residual")
     )
-    silu = triton_elementwise._silu_and_mul_kernel
-    yield CompileJob("silu_and_mul", *shape, silu, {"BLOCK": triton_elementwise.SILU_BLOCK}, _warps(4), typed=("out",))
+    gate_kernel = triton_elementwise._gate_and_mul_kernel
+    for name, gate in (("silu_and_mul", "silu"), ("gelu_and_mul", "gelu_erf"), ("gelu_and_mul", "gelu_tanh")):
+        gate_constants = {"GATE": gate, "BLOCK": triton_elementwise.SILU_BLOCK}
+        yield CompileJob(name, *shape, gate_kernel, gate_constants, _warps(4), typed=("out",))
 
 
 def small_matrix() -> Iterator[CompileJob]:
@@ -174,6 +194,12 @@ def small_matrix() -> Iterator[CompileJob]:
         ("gfx942", 96, (32, 32), torch.float16),
     ):
         yield from attention_jobs(arch, head_dim, heads, dtype)
+    for arch, head_dim, heads, dtype, mask in (
+        ("sm_80", 128, (32, 8), torch.bfloat16, BAND),
+        ("sm_90", 128, (32, 8), torch.bfloat16, POSITIONS),
+        ("gfx942", 64, (9, 3), torch.float32, BAND),
+    ):
+        yield from attention_jobs(arch, head_dim, heads, dtype, mask, soft_cap=True)
     for arch in ("sm_80", "sm_90", "gfx942"):
         yield from other_jobs(arch, 128, (32, 8), torch.bfloat16)
 
@@ -190,7 +216,9 @@ def full_matrix() -> Iterator[CompileJob]:
                 (192, (16, 4)),
                 (256, (8, 2)),
             ):
-                yield from attention_jobs(arch, head_dim, heads, dtype)
+                for mask in (DIAGONAL, BAND, POSITIONS):
+                    for soft_cap in (False, True):
+                        yield from attention_jobs(arch, head_dim, heads, dtype, mask, soft_cap)
         for head_dim, heads in ((80, (32, 32)), (128, (32, 8))):
             yield from other_jobs(arch, head_dim, heads, torch.bfloat16)
 

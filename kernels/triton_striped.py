@@ -1,11 +1,12 @@
 """Striped attention on GPUs: one program takes a tile of queries past the keys of a block that it may see.
 
-A query sees local keys b <= a + diagonal (``loongserve.kernels.striped``). The tile's result is merged with the running
+A query sees local keys a + lower <= b <= a + upper (``loongserve.kernels.striped``), or those that its position allows
+(``loongserve.kernels.positional``). The tile's result is merged with the running
 float32 state as it is stored, so a ring step needs no separate merge and rounds nothing.
 
 The plan lists the tiles of queries that see any key, those with most keys first; programs past the list copy K and V
 rows to their slots, so that the memory-bound copy runs beside the compute-bound tiles in the same launch. Tiles of keys
-above the diagonal are never visited, and only those on it are masked. Base 2 inside, natural logarithm outside;
+outside the diagonals are never visited, and only those on one are masked. Base 2 inside, natural logarithm outside;
 products in the input's type (float32: tf32x3 or ieee), sums in float32.
 
 Source: FlashAttention-2 (Dao 2023); striped attention (Brandon et al. 2023); LoongServe section 4.1 for the save.
@@ -16,8 +17,8 @@ Source: FlashAttention-2 (Dao 2023); striped attention (Brandon et al. 2023); Lo
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from loongserve.kernels.triton_tile import attend_keys, save_rows, store_state
-from loongserve.kernels.triton_tuning import Tile, device_arch, device_guard, dot_precision, split_head_dim, table_row
+from loongserve.kernels.triton_tuning import (
+    Tile,
+    device_arch,
+    device_guard,
+    dot_precision,
+    score_scales,
+    split_head_dim,
+    table_row,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +82,12 @@ STRIPED_TILES: dict[tuple[str, int, int], Tile] = {
 }
 
 # Columns of the plan's list of tiles.
-ITEM_SIZE = tl.constexpr(6)
+ITEM_SIZE = tl.constexpr(7)
+
+# Which keys a query sees: up to its diagonal; between two diagonals; by position, of keys between two bounds.
+DIAGONAL = tl.constexpr(0)
+BAND = tl.constexpr(1)
+POSITIONS = tl.constexpr(2)
 
 
 # Lengths change from step to step: a value of 1 or a multiple of 16 must not mean another compilation.
@@ -88,6 +102,8 @@ def _striped_attention_kernel(
     v,
     items,
     slots,
+    query_positions,
+    key_positions,
     stride_out_token,
     stride_out_head,
     stride_lse_token,
@@ -105,6 +121,7 @@ def _striped_attention_kernel(
     num_items,
     total_keys,
     scale_log2,
+    cap_factor,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -114,6 +131,8 @@ def _striped_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     SAVE: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -127,7 +146,8 @@ def _striped_attention_kernel(
         row_begin = tl.load(item + 2).to(tl.int32)
         k_begin = tl.load(item + 3)
         num_keys = tl.load(item + 4).to(tl.int32)
-        diagonal = tl.load(item + 5).to(tl.int32)
+        upper = tl.load(item + 5)
+        lower = tl.load(item + 6)
 
         # [BLOCK_M]: a row is a token and one of the KV head's query heads.
         rows = row_begin + tl.arange(0, BLOCK_M)
@@ -154,15 +174,30 @@ def _striped_attention_kernel(
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-        # Keys below num_full are seen by every row of the tile, none from num_visible on.
-        first_local = row_begin // GROUP
-        last_local = (tl.minimum(row_begin + BLOCK_M, num_queries * GROUP) - 1) // GROUP
-        num_visible = tl.minimum(last_local + diagonal + 1, num_keys)
-        num_full = tl.maximum(tl.minimum(first_local + diagonal + 1, num_keys), 0) // BLOCK_N * BLOCK_N
+        # Some row of the tile sees keys from begin to end, every row those from full_begin to full_end: whole tiles.
+        begin = 0
+        full_begin = 0
+        full_end = 0
+        end = num_keys
+        row_places = local
+        if MASK == POSITIONS:
+            row_places = tl.load(query_positions + token, mask=row_mask, other=0)
+        else:
+            # The plan keeps them in 32 bits.
+            upper = upper.to(tl.int32)
+            lower = lower.to(tl.int32)
+            first_local = row_begin // GROUP
+            last_local = (tl.minimum(row_begin + BLOCK_M, num_queries * GROUP) - 1) // GROUP
+            end = tl.minimum(last_local + upper + 1, num_keys)
+            full_end = tl.maximum(tl.minimum(first_local + upper + 1, num_keys), 0) // BLOCK_N * BLOCK_N
+            if MASK == BAND:
+                begin = tl.maximum(first_local + lower, 0) // BLOCK_N * BLOCK_N
+                full_begin = tl.maximum((last_local + lower + BLOCK_N - 1) // BLOCK_N * BLOCK_N, begin)
+                full_end = tl.maximum(full_end, full_begin)
         block = tl.arange(0, BLOCK_N)
         k += k_begin * stride_k_token + kv_head * stride_k_head
         v += k_begin * stride_v_token + kv_head * stride_v_head
-        for start in range(0, num_full, BLOCK_N):
+        for start in range(full_begin, full_end, BLOCK_N):
             keys = (start + block).to(tl.int64)
             acc, acc_tail, row_max, row_sum = attend_keys(
                 acc,
@@ -178,17 +213,29 @@ def _striped_attention_kernel(
                 block,
                 block,
                 scale_log2,
+                cap_factor,
                 False,
                 False,
                 HEAD_DIM,
                 D_MAIN,
                 D_TAIL,
                 PRECISION,
+                SOFT_CAP,
             )
-        for start in range(num_full, num_visible, BLOCK_N):
+        # The masked tiles before the whole ones and those after them, in one loop: registers for one body, not two.
+        for step in range(begin, end - (full_end - full_begin), BLOCK_N):
+            start = step
+            if MASK != POSITIONS:
+                start = tl.where(step < full_begin, step, step + (full_end - full_begin))
             local_key = start + block
             keys = local_key.to(tl.int64)
             key_mask = local_key < num_keys
+            place = local_key
+            if MASK == POSITIONS:
+                place = tl.load(key_positions + k_begin + local_key, mask=key_mask, other=0)
+            visible = (place[None, :] <= row_places[:, None] + upper) & key_mask[None, :]
+            if MASK != DIAGONAL:
+                visible = visible & (place[None, :] >= row_places[:, None] + lower)
             acc, acc_tail, row_max, row_sum = attend_keys(
                 acc,
                 acc_tail,
@@ -201,14 +248,16 @@ def _striped_attention_kernel(
                 keys * stride_k_token,
                 keys * stride_v_token,
                 key_mask,
-                (local_key[None, :] <= local[:, None] + diagonal) & key_mask[None, :],
+                visible,
                 scale_log2,
+                cap_factor,
                 True,
                 True,
                 HEAD_DIM,
                 D_MAIN,
                 D_TAIL,
                 PRECISION,
+                SOFT_CAP,
             )
         store_state(
             out,
@@ -253,17 +302,24 @@ def _striped_attention_kernel(
 class StripedWork:
     """What the plan holds for the launch."""
 
-    # [num_items, ITEM_SIZE] int64: first query, queries, first row of the tile, first key, keys, diagonal.
+    # [num_items, ITEM_SIZE] int64: first query, queries, first row of the tile, first key, keys, and bounds of the
+    # difference of key and query, of their local indices or their positions: the largest, the smallest.
     items: Tensor
     tile: Tile
     constants: dict[str, Any]
+    # [q_tokens] and [k_tokens] int64, with MASK POSITIONS.
+    query_positions: Tensor | None = None
+    key_positions: Tensor | None = None
 
 
 def striped_constants(
-    arch: str, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    arch: str, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, mask: tl.constexpr
 ) -> tuple[Tile, dict[str, Any]]:
-    """Choose the tile and the kernel's compile-time constants, all but SAVE."""
+    """Choose the tile and the kernel's compile-time constants, all but SOFT_CAP and SAVE."""
     tile = table_row(STRIPED_TILES, arch, head_dim, dtype)
+    if mask == POSITIONS and tile.block_n > 16:
+        # Positions take 64 bits and so twice the registers of a mask by diagonals.
+        tile = replace(tile, block_n=tile.block_n // 2)
     main, tail = split_head_dim(head_dim)
     return tile, {
         "GROUP": num_q_heads // num_kv_heads,
@@ -275,6 +331,7 @@ def striped_constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "PRECISION": dot_precision(arch, dtype),
+        "MASK": mask.value,
     }
 
 
@@ -288,12 +345,15 @@ def plan_striped_attention(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    lower_diagonals: tuple[int | None, ...] | None = None,
 ) -> StripedPlan:
     """List the tiles of queries that see any key."""
     from loongserve.kernels.striped import StripedPlan
 
-    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype)
-    items = list_tiles(cu_seqlens_q, cu_seqlens_k, diagonals, num_q_heads // num_kv_heads, tile.block_m)
+    mask = DIAGONAL if lower_diagonals is None else BAND
+    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype, mask)
+    group = num_q_heads // num_kv_heads
+    items = list_tiles(cu_seqlens_q, cu_seqlens_k, diagonals, group, tile.block_m, lower_diagonals)
     return StripedPlan(
         provider="triton",
         cu_seqlens_q=tuple(cu_seqlens_q),
@@ -305,13 +365,70 @@ def plan_striped_attention(
         dtype=dtype,
         device=device,
         payload=StripedWork(items.to(device), tile, constants),
+        lower_diagonals=lower_diagonals,
+    )
+
+
+def plan_positional_attention(
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
+) -> StripedPlan:
+    """List the tiles of queries that see any key, each with the keys from the first to the last that it sees."""
+    from loongserve.kernels.striped import StripedPlan
+
+    tile, constants = striped_constants(device_arch(device), num_q_heads, num_kv_heads, head_dim, dtype, POSITIONS)
+    # Far below any difference of positions, and far from an overflow.
+    lower = 1 - window if window is not None else -(1 << 62)
+    group = num_q_heads // num_kv_heads
+    items: list[list[int]] = []
+    for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True):
+        keys = key_positions[k_begin:k_end]
+        for row in range(0, (q_end - q_begin) * group, tile.block_m):
+            rows = query_positions[q_begin + row // group : min(q_end, q_begin + (row + tile.block_m - 1) // group + 1)]
+            seen = (keys <= rows.max()) & (keys - rows.min() >= lower)
+            where = seen.nonzero()
+            if len(where):
+                first, last = int(where[0]), int(where[-1])
+                items.append([q_begin, q_end - q_begin, row, k_begin + first, last - first + 1, 0, lower])
+    items.sort(key=lambda item: -item[4])
+    return StripedPlan(
+        provider="triton",
+        cu_seqlens_q=tuple(cu_seqlens_q),
+        cu_seqlens_k=tuple(cu_seqlens_k),
+        diagonals=(),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        payload=StripedWork(
+            torch.tensor(items, dtype=torch.int64).reshape(len(items), ITEM_SIZE.value).to(device),
+            tile,
+            constants,
+            query_positions.to(device),
+            key_positions.to(device),
+        ),
     )
 
 
 def list_tiles(
-    cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int], diagonals: Sequence[int], group: int, block_m: int
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    diagonals: Sequence[int],
+    group: int,
+    block_m: int,
+    lower_diagonals: Sequence[int | None] | None = None,
 ) -> Tensor:
-    """List (first query, queries, first row, first key, keys, diagonal) of each tile that sees a key, longest first."""
+    """List the tiles that see a key, as rows of ``StripedWork.items``, those that see most keys first."""
     tiles = []
     visible = []
     for sequence, diagonal in enumerate(diagonals):
@@ -319,11 +436,16 @@ def list_tiles(
         num_queries, num_keys = cu_seqlens_q[sequence + 1] - q_begin, cu_seqlens_k[sequence + 1] - k_begin
         # Beyond this the diagonal shows all or nothing; in between it fits 32 bits, as the kernel wants it.
         diagonal = max(-num_queries, min(diagonal, num_keys))
+        lower = None if lower_diagonals is None else lower_diagonals[sequence]
+        lower = -num_queries if lower is None else max(-num_queries, min(lower, num_keys))
+        if lower > diagonal:
+            continue
         row_begin = torch.arange(0, num_queries * group, block_m)
         last_local = (row_begin + block_m).clamp(max=num_queries * group).sub(1).div(group, rounding_mode="floor")
-        num_visible = (last_local + diagonal + 1).clamp(max=num_keys)
+        first_visible = (row_begin.div(group, rounding_mode="floor") + lower).clamp(min=0)
+        num_visible = (last_local + diagonal + 1).clamp(max=num_keys) - first_visible
         row_begin, num_visible = row_begin[num_visible > 0], num_visible[num_visible > 0]
-        tile = torch.tensor([q_begin, num_queries, 0, k_begin, num_keys, diagonal]).repeat(len(row_begin), 1)
+        tile = torch.tensor([q_begin, num_queries, 0, k_begin, num_keys, diagonal, lower]).repeat(len(row_begin), 1)
         tile[:, 2] = row_begin
         tiles.append(tile)
         visible.append(num_visible)
@@ -342,10 +464,10 @@ def striped_attention(
     *,
     scale: float,
     save: KVSave | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Merge one block into ``state`` and save its rows, in one launch."""
-    if not scale > 0:
-        raise ValueError(f"scale must be positive for the triton provider, got {scale}")
+    scales = score_scales(scale, soft_cap)
     work: StripedWork = plan.payload
     num_items, total_keys = len(work.items), k.shape[0]
     num_saves = 0 if save is None else triton.cdiv(total_keys, work.tile.block_n)
@@ -365,6 +487,8 @@ def striped_attention(
             v,
             work.items,
             work.items if save is None else save.slots,
+            work.items if work.query_positions is None else work.query_positions,
+            work.items if work.key_positions is None else work.key_positions,
             *state.out.stride()[:2],
             *state.lse.stride(),
             *k_cache.stride()[:2],
@@ -374,7 +498,8 @@ def striped_attention(
             *v.stride()[:2],
             num_items,
             total_keys,
-            scale * math.log2(math.e),
+            *scales,
+            SOFT_CAP=soft_cap is not None,
             SAVE=save is not None,
             **work.constants,
             **work.tile.launch_options(),

@@ -2,7 +2,8 @@
 
 Scores are kept in base 2, so that the exponential is one instruction: with c = scale * log2(e), p_j = 2^(c s_j - m) for
 the running maximum m of c s. The state in memory is normalised with a natural-log LSE: out = acc / row_sum and
-lse = (row_max + log2(row_sum)) * ln(2); taken in again it is (out, row_max = lse * log2(e), row_sum = 1).
+lse = (row_max + log2(row_sum)) * ln(2); taken in again it is (out, row_max = lse * log2(e), row_sum = 1). With a soft
+cap C the scores are tanh(scale s / C) first, and c = C * log2(e).
 
 A tile holds query rows of one KV head: row r is token r // GROUP and the group's query head r % GROUP. So all heads of
 a group share each K and V tile that is loaded, and a decode query fills a matrix instruction's rows.
@@ -60,6 +61,19 @@ def softmax_step(scores, row_max, row_sum, scale_log2):
 
 
 @triton.jit
+def cap_scores(scores, factor, EXACT: tl.constexpr):
+    """Take tanh(scores * factor)."""
+    x = scores * factor
+    # Overflow to infinity gives 1, underflow -1.
+    y = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+    if EXACT:
+        # Near 0 the difference cancels, to an error of 1e-7, and the series is exact to rounding.
+        square = x * x
+        y = tl.where(square < 0.01, x * (1.0 + square * (-0.3333333333 + square * 0.1333333333)), y)
+    return y
+
+
+@triton.jit
 def load_rows(pointers, row_mask, MASK_ROWS: tl.constexpr, column_mask, MASK_COLUMNS: tl.constexpr):
     """Load a tile of rows, 0 where masked; masks that can't hide anything are left out."""
     if MASK_ROWS and MASK_COLUMNS:
@@ -86,12 +100,14 @@ def attend_keys(
     key_mask,
     visible,
     scale_log2,
+    cap_factor,
     MASK_KEYS: tl.constexpr,
     MASK_SCORES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_MAIN: tl.constexpr,
     D_TAIL: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Take in one tile of keys: ``k_offsets`` and ``v_offsets`` [BLOCK_N] int64 of their rows from ``k`` and ``v``."""
     main = tl.arange(0, D_MAIN)
@@ -106,6 +122,9 @@ def attend_keys(
             k + k_offsets[:, None] + tail[None, :], key_mask, MASK_KEYS, tail < HEAD_DIM, D_MAIN + D_TAIL > HEAD_DIM
         )
         scores = dot(q_tail, tl.trans(k_tail), scores, PRECISION)
+    if SOFT_CAP:
+        # What comes from 16 bits has larger errors, and their tiles no registers to spare.
+        scores = cap_scores(scores, cap_factor, k_tile.dtype == tl.float32)
     if MASK_SCORES:
         scores = tl.where(visible, scores, float("-inf"))
     p, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)

@@ -5,6 +5,7 @@ Nothing here asks for a GPU when it is imported; ``device_arch`` asks when a pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -61,6 +62,18 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     main = min(128, 1 << (head_dim.bit_length() - 1))
     rest = head_dim - main
     return main, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Answer the kernels' (scale_log2, cap_factor) for ``triton_tile.softmax_step`` and ``cap_scores``.
+
+    Raises:
+        ValueError: ``scale`` is not positive.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale must be positive for the triton provider, got {scale}")
+    log2_e = math.log2(math.e)
+    return (scale * log2_e, 0.0) if soft_cap is None else (soft_cap * log2_e, scale / soft_cap)
 
 
 def dot_precision(arch: str, dtype: torch.dtype) -> str:

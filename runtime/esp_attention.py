@@ -13,6 +13,7 @@ Source: LoongServe sections 4.1 (proactive scale-down) and 4.2 (multi-master dis
 """
 
 import math
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ from loongserve.kernels.striped import KVSave, StripedPlan, plan_striped_attenti
 from loongserve.kvpool.storage import KVStorage
 from loongserve.runtime.batch import MemberBatch
 from loongserve.runtime.model.config import ModelConfig
+
+
+class _Heads(TypedDict):
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class EspAttention:
@@ -55,7 +62,7 @@ class EspAttention:
         self._storage = storage
         self._dtype = dtype
         self._scale = 1.0 / math.sqrt(config.head_dim)
-        self._heads = {
+        self._heads: _Heads = {
             "num_q_heads": config.num_q_heads,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,

@@ -1,7 +1,8 @@
-"""apply_rope, against float64 and against transformers' Llama."""
+"""apply_rope, against float64 and against transformers' Llama and GPT-J."""
 
 import pytest
 import torch
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply_gptj
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from loongserve.kernels.rope import apply_rope
@@ -54,6 +55,31 @@ def test_agrees_with_transformers(device):
     torch.testing.assert_close(x, expected[0].transpose(0, 1), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [2, 24, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_part_of_a_head(rotary_dim, interleaved, dtype, device, supported, assert_close):
+    """The rest of each head stays as it is, to the bit."""
+    x, positions = make((9, 3, 80), supported(dtype), device)
+    cos, sin = make_tables(500, rotary_dim, device)
+    order = torch.arange(rotary_dim)
+    if interleaved:
+        order = order.view(-1, 2).T.flatten()
+    expected, rest = x.cpu().double(), x[..., rotary_dim:].clone()
+    expected[..., order] = expected_rope(expected[..., order], cos, sin, positions)
+    apply_rope(x, cos, sin, positions, rotary_dim=rotary_dim, interleaved=interleaved)
+    assert_close(x, expected)
+    assert torch.equal(x[..., rotary_dim:], rest)
+
+
+def test_interleaved_agrees_with_gptj(device):
+    x, positions = make((17, 3, 64), torch.float32, device)
+    cos, sin = make_tables(500, 64, device)
+    expected = apply_gptj(x[None], sin[positions][None], cos[positions][None])
+    apply_rope(x, cos, sin, positions, interleaved=True)
+    torch.testing.assert_close(x, expected[0], rtol=0, atol=1e-6)
+
+
 def test_strided_view(device, assert_close):
     """Q and K are views of one projection; V must stay as it is."""
     packed, positions = make((6, 7, 64), torch.float32, device)
@@ -71,6 +97,11 @@ def test_refuses_what_does_not_fit():
         apply_rope(x[..., :63], cos, sin, positions)
     with pytest.raises(ValueError, match=r"cos must have shape \[500, 32\], got \[500, 16\]"):
         apply_rope(x, cos[:, :16], sin, positions)
+    for rotary_dim in (0, 31, 66):
+        with pytest.raises(
+            ValueError, match=rf"rotary_dim must be even and in 2\.\.64, the head_dim, got {rotary_dim}"
+        ):
+            apply_rope(x, cos, sin, positions, rotary_dim=rotary_dim)
     with pytest.raises(ValueError, match="cos must be float32"):
         apply_rope(x, cos.bfloat16(), sin, positions)
     with pytest.raises(ValueError, match=r"positions must be torch\.int64"):

@@ -1,4 +1,4 @@
-"""merge_states, merge_rows, finalize: the algebra of attention states."""
+"""merge_states, merge_many, merge_rows, finalize: the algebra of attention states."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loongserve.kernels import reference
-from loongserve.kernels.merge import finalize, merge_rows, merge_states, state_from_flash_lse
+from loongserve.kernels.merge import finalize, merge_many, merge_rows, merge_states, state_from_flash_lse
 from loongserve.kernels.state import AttentionState
 
 # tokens, heads, head_dim
@@ -135,6 +135,49 @@ def test_many_merges_stay_accurate(device, assert_state_close):
         merge_states(state, part, state)
         expected = expected_merge(expected, part)
     assert_state_close(state, expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]])
+def test_many_at_once_agree_with_float64(shape, count, device, nan_state, assert_state_close):
+    """Also in place, and where LSE are far apart; a row without keys in any state stays empty."""
+    states = [random_state(*shape, device, seed, spread=3.0 if seed % 2 else 300.0) for seed in range(count)]
+    for state in states:
+        state.lse[:1], state.out[:1] = -math.inf, 0.0
+    expected = double(states[0])
+    for state in states[1:]:
+        expected = expected_merge(expected, state)
+    out = nan_state(*shape)
+    assert merge_many(states, out) is out
+    assert_state_close(out, expected)
+    assert torch.equal(merge_many(states).out, out.out)
+    assert_state_close(merge_many(states, states[0]), expected)
+
+
+def test_many_at_once_are_the_same_as_one_by_one(device, max_examples):
+    @settings(max_examples=max_examples)
+    @given(st.lists(st.tuples(LSE, LSE, LSE, LSE, LSE), min_size=1, max_size=4))
+    def check(rows):
+        states = [state_of(lses, device, seed) for seed, lses in enumerate(zip(*rows, strict=True))]
+        merged, many = states[0], merge_many(states)
+        for state in states[1:]:
+            merged = merge_states(merged, state)
+        largest = max((abs(lse) for row in rows for lse in row if lse > -math.inf), default=0.0)
+        tolerance = 4 * torch.finfo(torch.float32).eps * (8 + largest)
+        torch.testing.assert_close(many.out, merged.out, rtol=0, atol=4 * tolerance)
+        torch.testing.assert_close(many.lse, merged.lse, rtol=0, atol=tolerance)
+
+    check()
+
+
+def test_many_refuses_what_does_not_fit():
+    a, b = AttentionState.empty(5, 3, 64), AttentionState.empty(5, 3, 64)
+    with pytest.raises(ValueError, match="at least one state"):
+        merge_many([])
+    with pytest.raises(ValueError, match=r"states\[1\]\.out must have shape \[5, 3, 64\], got \[4, 3, 64\]"):
+        merge_many([a, AttentionState.empty(4, 3, 64)])
+    with pytest.raises(ValueError, match=r"out may be states\[0\], but is states\[1\]"):
+        merge_many([a, b], b)
 
 
 def test_merge_rows(device, assert_state_close):

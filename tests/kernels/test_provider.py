@@ -11,7 +11,7 @@ from loongserve.kernels.paged import plan_paged_attention
 from loongserve.kernels.provider import ENVIRONMENT_VARIABLE, KernelProvider, get_provider, load_provider, provider_name
 from loongserve.kernels.striped import plan_striped_attention
 
-PUBLIC_MODULES = ["state", "merge", "striped", "paged", "kv", "norm", "rope", "activation", "provider"]
+PUBLIC_MODULES = ["state", "merge", "striped", "paged", "kv", "norm", "rope", "activation", "positional", "provider"]
 ATTENTION = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
 
 
@@ -79,6 +79,7 @@ def test_import_chooses_and_queries_nothing():
             "loaded = [name for name in providers if f'loongserve.kernels.{name}' in sys.modules]",
             "assert not loaded, loaded",
             "assert 'triton' not in sys.modules",
+            "assert 'loongserve.kernels.torch_ops' not in sys.modules",
         ]
     )
     environment = {ENVIRONMENT_VARIABLE: "nonsense", "PYTHONPATH": ":".join(sys.path)}

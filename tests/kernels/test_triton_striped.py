@@ -33,7 +33,7 @@ def test_tiles_cover_the_seeing_rows_and_no_blind_tile(lengths, group, block_m):
     tiles = list_tiles(cu_q, cu_k, lengths[2], group, block_m).tolist()
     work = []
     covered = set()
-    for q_begin, num_queries, row_begin, k_begin, num_keys, diagonal in tiles:
+    for q_begin, num_queries, row_begin, k_begin, num_keys, diagonal, _ in tiles:
         sequence = next(i for i, begin in enumerate(cu_q) if begin == q_begin and lengths[0][i] == num_queries)
         assert (k_begin, num_keys) == (cu_k[sequence], lengths[1][sequence])
         rows = range(row_begin, min(row_begin + block_m, num_queries * group))
