@@ -1,7 +1,17 @@
-"""The functions of ``kernels/`` on CPUs, made fast with what torch has."""
+"""The functions of ``kernels/`` on CPUs: attention in C++ where it can be compiled, the rest with what torch has.
+
+Without a compiler, with ``LOONG_CPU_NATIVE=0``, or for heads that the native kernels do not take, torch's attention
+serves. A plan is run by what made it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loongserve.kernels import cpu_native, cpu_paged, cpu_striped
 from loongserve.kernels.cpu_elementwise import (
     apply_rope,
     finalize,
@@ -11,8 +21,9 @@ from loongserve.kernels.cpu_elementwise import (
     save_kv,
     silu_and_mul,
 )
-from loongserve.kernels.cpu_paged import paged_attention, plan_paged_attention
-from loongserve.kernels.cpu_striped import plan_striped_attention, striped_attention
+from loongserve.kernels.paged import PagedPlan
+from loongserve.kernels.state import AttentionState
+from loongserve.kernels.striped import KVSave, StripedPlan
 
 __all__ = [
     "apply_rope",
@@ -27,3 +38,74 @@ __all__ = [
     "silu_and_mul",
     "striped_attention",
 ]
+
+
+def plan_striped_attention(
+    cu_seqlens_q: Sequence[int],
+    cu_seqlens_k: Sequence[int],
+    diagonals: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StripedPlan:
+    """Plan for the native kernel where it can run, else for torch's."""
+    module = cpu_native if cpu_native.can_run(head_dim, dtype) else cpu_striped
+    return module.plan_striped_attention(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        diagonals,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def striped_attention(
+    plan: StripedPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: AttentionState,
+    *,
+    scale: float,
+    save: KVSave | None = None,
+) -> None:
+    """Run what the plan was made for."""
+    native = isinstance(plan.payload, cpu_native.NativePayload)
+    (cpu_native if native else cpu_striped).striped_attention(plan, q, k, v, state, scale=scale, save=save)
+
+
+def plan_paged_attention(
+    cu_seqlens_q: Sequence[int],
+    slots: Sequence[Tensor],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PagedPlan:
+    """Plan for the native kernel where it can run, else for torch's."""
+    module = cpu_native if cpu_native.can_run(head_dim, dtype) else cpu_paged
+    return module.plan_paged_attention(
+        cu_seqlens_q,
+        slots,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def paged_attention(
+    plan: PagedPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: AttentionState, *, scale: float
+) -> AttentionState:
+    """Run what the plan was made for."""
+    native = isinstance(plan.payload, cpu_native.NativePayload)
+    return (cpu_native if native else cpu_paged).paged_attention(plan, q, k_cache, v_cache, out, scale=scale)
