@@ -18,6 +18,7 @@ constexpr int64_t MIN_PART_KEYS = 512;
 
 // Rows whose sums fit the registers: four keys each for scores, two vectors or four for outputs.
 constexpr int SCORE_ROWS = TILE_VECTORS == 4 ? 6 : 3;
+constexpr int64_t VALUE_ROWS = 4;
 
 // Elements d..d+PAIR-1 of a row, 0 beyond its end.
 template <bool PARTIAL, class T>
@@ -30,7 +31,7 @@ inline void load_part(const T* row, int64_t d, int64_t head_dim, vec& a, vec& b)
 
 // scores[r][0..3] = q[r] . rows[0..3]
 template <int R, bool PARTIAL, class T>
-void score_keys(const T* const* rows, const float* q, int64_t pitch, int64_t head_dim, float* scores) {
+__attribute__((noinline)) void score_keys(const T* const* rows, const float* q, int64_t pitch, int64_t head_dim, float* scores) {
     vec sums[R][4] = {};
     for (int64_t d = 0; d < head_dim; d += PAIR) {
 #pragma GCC unroll 4
@@ -50,7 +51,7 @@ void score_keys(const T* const* rows, const float* q, int64_t pitch, int64_t hea
 
 // out[r][d..] = out[r][d..] * alpha[r] + sum over keys of weights[r][key] * rows[key][d..], for C pairs of vectors.
 template <int R, int C, bool PARTIAL, class T>
-void weigh_values(const T* const* rows, int64_t keys, const float* weights, const float* alpha, int64_t d,
+__attribute__((noinline)) void weigh_values(const T* const* rows, int64_t keys, const float* weights, const float* alpha, int64_t d,
                   int64_t head_dim, float* out, int64_t pitch) {
     vec sums[R][C][2];
     for (int r = 0; r < R; ++r)
@@ -62,7 +63,7 @@ void weigh_values(const T* const* rows, int64_t keys, const float* weights, cons
         for (int c = 0; c < C; ++c) {
             vec a, b;
             load_part<PARTIAL>(rows[key], d + c * PAIR, head_dim, a, b);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 vec weight = splat(weights[r * BLOCK_KEYS + key]);
                 sums[r][c][0] = weight * a + sums[r][c][0];
@@ -252,18 +253,19 @@ private:
 
     void add_values(const T* const* pointers, int64_t keys, const float* weights, const float* alpha, int64_t rows,
                     float* out) const {
-        for (int64_t r = 0; r < rows; r += 3) {
+        for (int64_t r = 0; r < rows; r += VALUE_ROWS) {
             const float *w = weights + r * BLOCK_KEYS, *a = alpha + r;
             float* to = out + r * pitch_;
-            if (s_.head_dim % PAIR == 0) add_rows<false>(std::min<int64_t>(3, rows - r), pointers, keys, w, a, to);
-            else add_rows<true>(std::min<int64_t>(3, rows - r), pointers, keys, w, a, to);
+            if (s_.head_dim % PAIR == 0) add_rows<false>(std::min(VALUE_ROWS, rows - r), pointers, keys, w, a, to);
+            else add_rows<true>(std::min(VALUE_ROWS, rows - r), pointers, keys, w, a, to);
         }
     }
 
     template <bool PARTIAL>
     void add_rows(int64_t count, const T* const* pointers, int64_t keys, const float* w, const float* a,
                   float* to) const {
-        if (count == 3) add_columns<3, PARTIAL>(pointers, keys, w, a, to);
+        if (count == 4) add_columns<4, PARTIAL>(pointers, keys, w, a, to);
+        else if (count == 3) add_columns<3, PARTIAL>(pointers, keys, w, a, to);
         else if (count == 2) add_columns<2, PARTIAL>(pointers, keys, w, a, to);
         else add_columns<1, PARTIAL>(pointers, keys, w, a, to);
     }
@@ -271,9 +273,11 @@ private:
     template <int R, bool PARTIAL>
     void add_columns(const T* const* pointers, int64_t keys, const float* w, const float* a, float* to) const {
         int64_t d = 0;
-        for (; d + 2 * PAIR <= pitch_; d += 2 * PAIR)
-            weigh_values<R, 2, PARTIAL>(pointers, keys, w, a, d, s_.head_dim, to, pitch_);
-        if (d < pitch_) weigh_values<R, 1, PARTIAL>(pointers, keys, w, a, d, s_.head_dim, to, pitch_);
+        // Few sums alone would wait for each other, many do not fit 16 registers.
+        if constexpr (R <= 2)
+            for (; d + 2 * PAIR <= pitch_; d += 2 * PAIR)
+                weigh_values<R, 2, PARTIAL>(pointers, keys, w, a, d, s_.head_dim, to, pitch_);
+        for (; d < pitch_; d += PAIR) weigh_values<R, 1, PARTIAL>(pointers, keys, w, a, d, s_.head_dim, to, pitch_);
     }
 
     static constexpr int64_t PITCH_ROW = 256;
