@@ -6,7 +6,7 @@ serves. A plan is run by what made it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,8 +52,9 @@ def plan_striped_attention(
     device: torch.device,
 ) -> StripedPlan:
     """Plan for the native kernel where it can run, else for torch's."""
-    module = cpu_native if cpu_native.can_run(head_dim, dtype) else cpu_striped
-    return module.plan_striped_attention(
+    native = cpu_native.can_run(head_dim, dtype)
+    plan: Callable[..., StripedPlan] = (cpu_native if native else cpu_striped).plan_striped_attention
+    return plan(
         cu_seqlens_q,
         cu_seqlens_k,
         diagonals,
@@ -91,8 +92,9 @@ def plan_paged_attention(
     device: torch.device,
 ) -> PagedPlan:
     """Plan for the native kernel where it can run, else for torch's."""
-    module = cpu_native if cpu_native.can_run(head_dim, dtype) else cpu_paged
-    return module.plan_paged_attention(
+    native = cpu_native.can_run(head_dim, dtype)
+    plan: Callable[..., PagedPlan] = (cpu_native if native else cpu_paged).plan_paged_attention
+    return plan(
         cu_seqlens_q,
         slots,
         num_q_heads=num_q_heads,
@@ -108,4 +110,5 @@ def paged_attention(
 ) -> AttentionState:
     """Run what the plan was made for."""
     native = isinstance(plan.payload, cpu_native.NativePayload)
-    return (cpu_native if native else cpu_paged).paged_attention(plan, q, k_cache, v_cache, out, scale=scale)
+    run: Callable[..., AttentionState] = (cpu_native if native else cpu_paged).paged_attention
+    return run(plan, q, k_cache, v_cache, out, scale=scale)

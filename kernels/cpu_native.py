@@ -119,7 +119,9 @@ def plan_striped_attention(
     q_spans, k_spans = list(pairwise(cu_seqlens_q)), list(pairwise(cu_seqlens_k))
     # A lone query sees one range of keys, which is what is streamed.
     streamed = [
-        i for i, (begin, end) in enumerate(q_spans) if end - begin == 1 and num_q_heads // num_kv_heads <= MAX_STREAMED_ROWS
+        i
+        for i, (begin, end) in enumerate(q_spans)
+        if end - begin == 1 and num_q_heads // num_kv_heads <= MAX_STREAMED_ROWS
     ]
     others = sorted(set(range(len(q_spans))).difference(streamed))
     payload = NativePayload(
