@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from loongserve.kernels.native_build import ISA_VARIABLE, SWITCH
 from loongserve.kernels.provider import ENVIRONMENT_VARIABLE
 from loongserve.kernels.state import AttentionState
 
@@ -29,11 +30,20 @@ TOLERANCES = {
 }
 
 
-@pytest.fixture(params=["reference", "cpu", "triton"])
+@pytest.fixture(params=["reference", "cpu", "cpu-torch", "cpu-portable", "cpu-bf16-pairs", "triton"])
 def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a provider, chosen for everything in the test."""
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, request.param)
-    return request.param
+    """The name of a provider, chosen for everything in the test.
+
+    The cpu provider comes as it is on this machine, without its native kernels, and with what they are on machines
+    with other instructions.
+    """
+    name, _, variant = request.param.partition("-")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, name)
+    if variant == "torch":
+        monkeypatch.setenv(SWITCH, "0")
+    elif variant:
+        monkeypatch.setenv(ISA_VARIABLE, {"portable": "portable", "bf16-pairs": "portable_bf16"}[variant])
+    return name
 
 
 @pytest.fixture

@@ -1,0 +1,93 @@
+"""Products of a few rows with a weight matrix: the linear layers of decode on a CPU, which wait for the weights.
+
+    out[r, o] = scale[o] * sum over i of x[r, i] weight[o, i]
+
+with float32 sums and one rounding at the end. The native kernel reads each weight once, at about the speed of memory,
+in bfloat16 or int8 and widens it in registers; torch serves where it is not there.
+
+Source: weight-only quantisation a row as in LLM.int8() (Dettmers et al. 2022), without its outliers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from loongserve.kernels.checks import check_last_contiguous, check_tensor
+from loongserve.kernels.native_build import load_native
+
+MAX_ROWS = 32
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Multiply at most 32 rows with a weight matrix on a CPU.
+
+    Args:
+        x: [rows, inputs] float32 or bfloat16, contiguous last dim, 0 to 32 rows.
+        weight: [outputs, inputs] float32, bfloat16 or int8, contiguous last dim.
+        scales: [outputs] float32, factors of the outputs: with int8 weights what one step of them is worth.
+        out: [rows, outputs] float32 or bfloat16, contiguous last dim. None: a new tensor of x's dtype.
+
+    Returns:
+        ``out`` or the new tensor.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    if x.dim() != 2 or x.shape[0] > MAX_ROWS:
+        raise ValueError(f"x must be [rows, inputs] of at most {MAX_ROWS} rows, got {list(x.shape)}")
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
+    if x.device.type != "cpu":
+        raise ValueError(f"x must be on a cpu, got {x.device}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight must be [outputs, {x.shape[1]}], got {list(weight.shape)}")
+    if weight.dtype not in _DTYPES:
+        raise ValueError(f"weight must be float32, bfloat16 or int8, got {weight.dtype}")
+    check_tensor("weight", weight, tuple(weight.shape), None, x.device)
+    shape = (x.shape[0], weight.shape[0])
+    if scales is not None:
+        check_tensor("scales", scales, shape[1:], torch.float32, x.device)
+        scales = scales.contiguous()
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype)
+    else:
+        check_tensor("out", out, shape, None, x.device)
+        if out.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"out must be float32 or bfloat16, got {out.dtype}")
+    for name, tensor in (("x", x), ("weight", weight), ("out", out)):
+        check_last_contiguous(name, tensor)
+    library = load_native()
+    if library is None:
+        return _multiply(x, weight, scales, out)
+    failed = library.loong_small_linear(
+        _POINTER(x.data_ptr()),
+        _INT(_DTYPES[x.dtype]),
+        _INT(x.stride(0)),
+        _POINTER(weight.data_ptr()),
+        _INT(_DTYPES[weight.dtype]),
+        _INT(weight.stride(0)),
+        None if scales is None else _POINTER(scales.data_ptr()),
+        _POINTER(out.data_ptr()),
+        _INT(_DTYPES[out.dtype]),
+        _INT(out.stride(0)),
+        _INT(x.shape[0]),
+        _INT(x.shape[1]),
+        _INT(weight.shape[0]),
+        _INT(torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError("no memory for the rows of x in float32")
+    return out
+
+
+def _multiply(x: Tensor, weight: Tensor, scales: Tensor | None, out: Tensor) -> Tensor:
+    """Multiply with what torch has."""
+    product = torch.nn.functional.linear(x.float(), weight.float())
+    if scales is not None:
+        product.mul_(scales)
+    return out.copy_(product)
