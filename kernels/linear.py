@@ -15,12 +15,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from loongserve.kernels.checks import check_last_contiguous, check_tensor
+from loongserve.kernels.checks import check_device, check_last_contiguous, check_tensor
 from loongserve.kernels.native_build import load_native
 
 MAX_ROWS = 32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+# As ``native/interface.h`` declares them.
+_ARGUMENTS = (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *(_INT,) * 6)
 
 
 def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -44,19 +46,20 @@ def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: T
         raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
     if x.device.type != "cpu":
         raise ValueError(f"x must be on a cpu, got {x.device}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"weight must be [outputs, {x.shape[1]}], got {list(weight.shape)}")
+    rows, inputs = x.shape
+    if weight.dim() != 2 or weight.shape[1] != inputs:
+        raise ValueError(f"weight must be [outputs, {inputs}], got {list(weight.shape)}")
     if weight.dtype not in _DTYPES:
         raise ValueError(f"weight must be float32, bfloat16 or int8, got {weight.dtype}")
-    check_tensor("weight", weight, tuple(weight.shape), None, x.device)
-    shape = (x.shape[0], weight.shape[0])
+    check_device("weight", weight, x.device)
+    outputs = weight.shape[0]
     if scales is not None:
-        check_tensor("scales", scales, shape[1:], torch.float32, x.device)
+        check_tensor("scales", scales, (outputs,), torch.float32, x.device)
         scales = scales.contiguous()
     if out is None:
-        out = torch.empty(shape, dtype=x.dtype)
+        out = torch.empty((rows, outputs), dtype=x.dtype)
     else:
-        check_tensor("out", out, shape, None, x.device)
+        check_tensor("out", out, (rows, outputs), None, x.device)
         if out.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"out must be float32 or bfloat16, got {out.dtype}")
     for name, tensor in (("x", x), ("weight", weight), ("out", out)):
@@ -64,21 +67,23 @@ def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: T
     library = load_native()
     if library is None:
         return _multiply(x, weight, scales, out)
-    failed = library.loong_small_linear(
-        _POINTER(x.data_ptr()),
-        _INT(_DTYPES[x.dtype]),
-        _INT(x.stride(0)),
-        _POINTER(weight.data_ptr()),
-        _INT(_DTYPES[weight.dtype]),
-        _INT(weight.stride(0)),
-        None if scales is None else _POINTER(scales.data_ptr()),
-        _POINTER(out.data_ptr()),
-        _INT(_DTYPES[out.dtype]),
-        _INT(out.stride(0)),
-        _INT(x.shape[0]),
-        _INT(x.shape[1]),
-        _INT(weight.shape[0]),
-        _INT(torch.get_num_threads()),
+    function = library.loong_small_linear
+    function.argtypes = _ARGUMENTS
+    failed = function(
+        x.data_ptr(),
+        _DTYPES[x.dtype],
+        x.stride(0),
+        weight.data_ptr(),
+        _DTYPES[weight.dtype],
+        weight.stride(0),
+        None if scales is None else scales.data_ptr(),
+        out.data_ptr(),
+        _DTYPES[out.dtype],
+        out.stride(0),
+        rows,
+        inputs,
+        outputs,
+        torch.get_num_threads(),
     )
     if failed:
         raise MemoryError("no memory for the rows of x in float32")

@@ -61,7 +61,7 @@ def load_native() -> ctypes.CDLL | None:
     switch = os.environ.get(SWITCH, "1")
     if switch not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 0 or 1, got {switch!r}")
-    return None if switch == "0" else _load(choose_instruction_set())
+    return None if switch == "0" else _load(os.environ.get(ISA_VARIABLE, ""))
 
 
 def choose_instruction_set() -> str:
@@ -81,7 +81,9 @@ def choose_instruction_set() -> str:
 
 
 @cache
-def _load(instruction_set: str) -> ctypes.CDLL | None:
+def _load(asked: str) -> ctypes.CDLL | None:
+    """Load what ``LOONG_CPU_ISA`` = ``asked`` asks for; decode calls this thousands of times a second."""
+    instruction_set = choose_instruction_set()
     try:
         return ctypes.CDLL(str(build(instruction_set)))
     except (NativeBuildError, OSError) as error:

@@ -1,9 +1,9 @@
 """Which implementation stands behind the public functions of ``kernels/``.
 
-``reference`` is plain torch and the definition, ``cpu`` is torch made fast for CPUs, ``triton`` runs on NVIDIA and AMD
-GPUs (and, for tests, in Triton's interpreter). The public functions check their arguments and then call the provider
-that ``get_provider`` answers: the one named by the environment variable ``LOONG_KERNELS``, else the one for the device.
-A plan remembers its provider. Nothing is imported or queried before a call asks for it.
+``reference`` is plain torch and the definition, ``cpu`` is C++ for CPUs with torch as its fallback, ``triton`` runs
+on NVIDIA and AMD GPUs (and, for tests, in Triton's interpreter). The public functions check their arguments and then
+call the provider that ``get_provider`` answers: the one named by the environment variable ``LOONG_KERNELS``, else the
+one for the device. A plan remembers its provider. Nothing is imported or queried before a call asks for it.
 """
 
 from __future__ import annotations

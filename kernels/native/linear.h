@@ -14,9 +14,10 @@ namespace loong {
 constexpr int MAX_OUTPUTS = 4;
 constexpr int64_t OUTPUTS_AN_ITEM = 48;
 
-// sums[r][o] = x[r] . rows[o] over whole pairs of vectors, of x with this pitch.
+// sums[r][o] = x[r] . rows[o] over whole pairs of vectors, of x with this pitch; weights `ahead` are prefetched.
 template <int O, int R, class T>
-void multiply_rows(const T* const* rows, const float* x, int64_t pitch, int64_t inputs, float sums[R][MAX_OUTPUTS]) {
+void multiply_rows(const T* const* rows, int64_t ahead, const float* x, int64_t pitch, int64_t inputs,
+                   float sums[R][MAX_OUTPUTS]) {
     // Few sums alone would wait for each other.
     constexpr int CHAINS = O * R <= 4 ? 2 : 1;
     vec acc[O][R][CHAINS] = {};
@@ -24,8 +25,8 @@ void multiply_rows(const T* const* rows, const float* x, int64_t pitch, int64_t 
         vec even[O], odd[O];
 #pragma GCC unroll 4
         for (int o = 0; o < O; ++o) load_pair(rows[o] + i, even[o], odd[o]);
-        if (i % (4 * PAIR) == 0)
-            for (int o = 0; o < O; ++o) prefetch(reinterpret_cast<const char*>(rows[o] + i) + 1024);
+        if (i * sizeof(T) % 64 == 0)
+            for (int o = 0; o < O; ++o) prefetch(rows[o] + i + ahead);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
             vec a = load(x + r * pitch + i);
@@ -85,16 +86,19 @@ private:
         const T* rows[MAX_OUTPUTS];
         // A tile that is not full computes its last output again.
         for (int64_t o = 0; o < MAX_OUTPUTS; ++o) rows[o] = weight_ + (first + std::min(o, count - 1)) * stride_weight_;
+        // The next tile where its rows fit the first cache beside these, else further along the rows.
+        const int64_t size = static_cast<int64_t>(sizeof(T));
+        const int64_t ahead = inputs_ * size <= 4096 ? stride_weight_ * count : 1024 / size;
         for (int64_t row = 0; row < rows_;) {
             float sums[4][MAX_OUTPUTS];
             const float* x = x_.get() + row * pitch_;
             int64_t taken = std::min<int64_t>(4, rows_ - row);
-            if (rows_ == 1) multiply_rows<MAX_OUTPUTS, 1>(rows, x, pitch_, whole_, sums);
-            else if (rows_ == 2) multiply_rows<MAX_OUTPUTS, 2>(rows, x, pitch_, whole_, sums);
-            else if (taken == 4) multiply_rows<WIDE_OUTPUTS, 4>(rows, x, pitch_, whole_, sums);
-            else if (taken == 3) multiply_rows<WIDE_OUTPUTS, 3>(rows, x, pitch_, whole_, sums);
-            else if (taken == 2) multiply_rows<WIDE_OUTPUTS, 2>(rows, x, pitch_, whole_, sums);
-            else multiply_rows<WIDE_OUTPUTS, 1>(rows, x, pitch_, whole_, sums);
+            if (rows_ == 1) multiply_rows<MAX_OUTPUTS, 1>(rows, ahead, x, pitch_, whole_, sums);
+            else if (rows_ == 2) multiply_rows<MAX_OUTPUTS, 2>(rows, ahead, x, pitch_, whole_, sums);
+            else if (taken == 4) multiply_rows<WIDE_OUTPUTS, 4>(rows, ahead, x, pitch_, whole_, sums);
+            else if (taken == 3) multiply_rows<WIDE_OUTPUTS, 3>(rows, ahead, x, pitch_, whole_, sums);
+            else if (taken == 2) multiply_rows<WIDE_OUTPUTS, 2>(rows, ahead, x, pitch_, whole_, sums);
+            else multiply_rows<WIDE_OUTPUTS, 1>(rows, ahead, x, pitch_, whole_, sums);
             for (int64_t r = 0; r < taken; ++r)
                 for (int64_t o = 0; o < count; ++o) {
                     float total = sums[r][o];

@@ -104,6 +104,35 @@ void words_of(const T* row, float* words, int64_t head_dim) {
     else widen_row(row, words, head_dim);
 }
 
+// One thread's tile: queries, scores (then weights) and outputs with pitch PITCH.
+struct Scratch {
+    Buffer q = make_buffer(TILE_ROWS * PITCH), scores = make_buffer(TILE_ROWS * PITCH);
+    Buffer out = make_buffer(TILE_ROWS * PITCH);
+    float row_max[TILE_ROWS], row_sum[TILE_ROWS], alpha[TILE_ROWS];
+    int64_t first[TILE_ROWS], last[TILE_ROWS];
+    // Keys that any row of a strip sees.
+    int64_t strip_first[TILE_ROWS / ROWS], strip_last[TILE_ROWS / ROWS];
+};
+
+// What a calling thread keeps from call to call, some MiB: the system takes its time to give memory anew.
+struct Workspace {
+    std::vector<Scratch> scratch;
+
+    float* packed(int64_t words) {
+        if (words > packed_words_) packed_ = make_buffer(words), packed_words_ = words;
+        return packed_.get();
+    }
+
+private:
+    Buffer packed_;
+    int64_t packed_words_ = 0;
+};
+
+inline Workspace& workspace() {
+    static thread_local Workspace instance;
+    return instance;
+}
+
 template <class A, class T>
 class Tiled {
 public:
@@ -175,7 +204,7 @@ private:
 
     void run_batch(const std::vector<Unit>& units, int64_t words) {
         if (units.empty()) return;
-        if (words > packed_words_) packed_ = make_buffer(words), packed_words_ = words;
+        packed_ = workspace().packed(words);
         std::vector<std::pair<int64_t, int64_t>> tiles_of_keys;
         std::vector<RowTile> row_tiles;
         for (size_t i = 0; i < units.size(); ++i) {
@@ -191,17 +220,18 @@ private:
             pack(unit, tiles_of_keys[item].second);
         });
         // Here, since nothing may throw in a worker.
-        while (static_cast<int64_t>(scratch_.size()) < std::min<int64_t>(s_.threads, row_tiles.size()))
-            scratch_.emplace_back();
+        std::vector<Scratch>& scratch = workspace().scratch;
+        while (static_cast<int64_t>(scratch.size()) < std::min<int64_t>(s_.threads, row_tiles.size()))
+            scratch.emplace_back();
         pool().run(static_cast<int64_t>(row_tiles.size()), s_.threads, [&](int64_t item, int64_t worker) {
             const RowTile& tile = row_tiles[item];
-            attend(units[tile.unit], tile.begin, tile.end, scratch_[worker]);
+            attend(units[tile.unit], tile.begin, tile.end, scratch[worker]);
         });
     }
 
     // Words of the packed keys of a unit that come before those of the tile at `key`, a multiple of TILE_KEYS.
     float* packed_tile(const Unit& unit, int64_t key) const {
-        return packed_.get() + unit.offset + (key - unit.begin) * (words_ + width_);
+        return packed_ + unit.offset + (key - unit.begin) * (words_ + width_);
     }
 
     void pack(const Unit& unit, int64_t tile_begin) const {
@@ -252,16 +282,6 @@ private:
                 pairs[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
         }
     }
-
-    // One thread's tile: queries, scores (then weights) and outputs with pitch PITCH.
-    struct Scratch {
-        Buffer q = make_buffer(TILE_ROWS * PITCH), scores = make_buffer(TILE_ROWS * PITCH);
-        Buffer out = make_buffer(TILE_ROWS * PITCH);
-        float row_max[TILE_ROWS], row_sum[TILE_ROWS], alpha[TILE_ROWS];
-        int64_t first[TILE_ROWS], last[TILE_ROWS];
-        // Keys that any row of a strip sees.
-        int64_t strip_first[TILE_ROWS / ROWS], strip_last[TILE_ROWS / ROWS];
-    };
 
     void attend(const Unit& unit, int64_t row_begin, int64_t row_end, Scratch& t) const {
         int64_t rows = row_end - row_begin, strips = (rows + ROWS - 1) / ROWS, first_query = s_.q_begins[unit.sequence];
@@ -389,9 +409,7 @@ private:
     const LoongTensor *k_cache_, *v_cache_;
     // Query heads a KV head, words of a row of Q and K, and columns of V as packed.
     const int64_t group_, words_, width_;
-    Buffer packed_;
-    std::vector<Scratch> scratch_;
-    int64_t packed_words_ = 0;
+    float* packed_ = nullptr;
 };
 
 }  // namespace loong

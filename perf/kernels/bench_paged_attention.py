@@ -1,19 +1,26 @@
-"""paged_attention of the cpu provider: decode over slots of a pool beside torch's SDPA over gathered K and V."""
+"""paged_attention of the cpu provider: decode over slots of a pool.
+
+Beside torch's SDPA over gathered K and V, and beside a loop of plain loads, which is the most that memory gives.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from loongserve.kernels import reference
+from loongserve.kernels.native_build import load_native
 from loongserve.kernels.paged import paged_attention, plan_paged_attention
 from loongserve.kernels.state import AttentionState
 
 HEADS = (9, 3, 64)
 # Slots are single tokens, and SDPA is given them in a row: what finding them costs is what is allowed.
 LEAST_RATIO = 0.1
+# Of the bandwidth of plain loads.
+LEAST_BANDWIDTH_RATIO = 0.08
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -60,3 +67,36 @@ def test_decode(layout: str, dtype: torch.dtype, ratio_to: Callable[..., float])
         "GB",
     )
     assert ratio > LEAST_RATIO
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128)], ids=["9:3x64", "32:8x128"])
+@pytest.mark.parametrize("lengths", [[4096] * 16, [256] * 15 + [60_000]], ids=["16x4096", "15x256_60000"])
+def test_bandwidth(lengths: list[int], heads: tuple[int, int, int], ratio_to: Callable[..., float]) -> None:
+    library = load_native()
+    if library is None:
+        pytest.skip("the loop of loads is native and there is no compiler")
+    q_heads, kv_heads, head_dim = heads
+    total, requests = sum(lengths), len(lengths)
+    generator = torch.Generator().manual_seed(0)
+    # One tensor, so that the loop of loads reads the very same bytes.
+    pool = torch.randn(2, total, kv_heads, head_dim, generator=generator).bfloat16()
+    q = torch.randn(requests, q_heads, head_dim, generator=generator).bfloat16()
+    plan = plan_paged_attention(
+        range(requests + 1),
+        torch.randperm(total, generator=generator).split(lengths),
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    state = AttentionState.empty(requests, q_heads, head_dim)
+    arguments = (ctypes.c_void_p(pool.data_ptr()), ctypes.c_int64(pool.nbytes), ctypes.c_int64(torch.get_num_threads()))
+    ratio = ratio_to(
+        lambda: paged_attention(plan, q, pool[0], pool[1], state, scale=head_dim**-0.5),
+        lambda: library.loong_read_memory(*arguments),
+        "plain loads",
+        pool.nbytes / 1e9,
+        "GB",
+    )
+    assert ratio > LEAST_BANDWIDTH_RATIO
