@@ -1,9 +1,10 @@
 """Which implementation stands behind the public functions of ``kernels/``.
 
-``reference`` is plain torch and the definition, ``cpu`` is C++ for CPUs with torch as its fallback, ``triton`` runs
-on NVIDIA and AMD GPUs (and, for tests, in Triton's interpreter). The public functions check their arguments and then
-call the provider that ``get_provider`` answers: the one named by the environment variable ``LOONG_KERNELS``, else the
-one for the device. A plan remembers its provider. Nothing is imported or queried before a call asks for it.
+``reference`` is plain torch and the definition, ``cpu`` is C++ for CPUs with torch as its fallback, ``triton`` runs on
+NVIDIA and AMD GPUs (and, for tests, in Triton's interpreter), ``flash-attn`` is ``triton`` with that library for a
+member's own block. The public functions check their arguments and then call the provider that ``get_provider`` answers:
+the one named by the environment variable ``LOONG_KERNELS``, else the one for the device. A plan remembers its provider.
+Nothing is imported or queried before a call asks for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _MODULES = {
     "triton": "loongserve.kernels.triton_provider",
     "cpu": "loongserve.kernels.cpu",
     "reference": "loongserve.kernels.reference",
+    "flash-attn": "loongserve.kernels.flash_attn_provider",
 }
 PROVIDERS = tuple(_MODULES)
 # torch calls an AMD GPU "cuda" too.

@@ -3,6 +3,7 @@
 import torch
 
 from loongserve.comm.transport import Transport
+from loongserve.kernels.native_build import load_native
 from loongserve.kvpool.slots import SlotAllocator
 from loongserve.kvpool.storage import KVStorage
 from loongserve.kvpool.table import SlotTable
@@ -30,6 +31,9 @@ class Instance:
         self._model = model
         self._transport = transport
         config = model.config
+        if model.device.type == "cpu":
+            # Compiled on a machine's first start, before the instance says that it is ready, not in a request.
+            load_native()
         self._storage = KVStorage(
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.dtype, model.device
         )

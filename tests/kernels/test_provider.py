@@ -36,10 +36,10 @@ def test_environment_decides_at_call_time(monkeypatch):
 def test_unknown_names_and_devices(monkeypatch):
     with pytest.raises(ValueError, match="no kernel provider for device meta"):
         provider_name(torch.device("meta"))
-    with pytest.raises(ValueError, match="must be one of triton, cpu, reference, got 'cuda'"):
+    with pytest.raises(ValueError, match="must be one of triton, cpu, reference, flash-attn, got 'cuda'"):
         load_provider("cuda")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="LOONG_KERNELS must be one of triton, cpu, reference, got 'cuda'"):
+    with pytest.raises(ValueError, match="LOONG_KERNELS must be one of triton, cpu, reference, flash-attn, got 'cuda'"):
         provider_name(torch.device("cpu"))
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "cpu")
     with pytest.raises(ValueError, match="cpu provider needs tensors on cpu, got cuda"):
@@ -53,7 +53,7 @@ def test_plan_remembers_its_provider(name, monkeypatch):
     assert plan_paged_attention([0, 1], [torch.arange(1)], **ATTENTION).provider == name
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton", "flash-attn"])
 def test_provider_has_the_functions_of_the_protocol(name):
     provider = load_provider(name)
     functions = {name: member for name, member in vars(KernelProvider).items() if inspect.isfunction(member)}
