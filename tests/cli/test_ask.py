@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ class _Service(pb_grpc.LoongServicer):
 async def _start(address: str, *arguments: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     code = "from loongserve.cli.ask import main; main(prog_name='loong-ask')"
+    command = (sys.executable, "-P", "-c", code, *arguments, "--address", address)
+    # As in a terminal: a shell's background job, which a CI run may be, ignores SIGINT and hands that down.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-c", code, *arguments, "--address", address, stdin=pipe, stdout=pipe, stderr=pipe
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=interruptible
     )
 
 
