@@ -1,6 +1,7 @@
 """``loong-ask``: put a question to a running server and print the answer as it comes."""
 
 import asyncio
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class Timing:
 
 async def _ask(address: str, request: "pb.GenerateRequest") -> Timing:
     """Print the answer's pieces as they come. Raises: click.ClickException."""
+    # gRPC's core writes of its own threads' end to stderr now and then; what concerns the user comes as an error.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
     import grpc.aio
 
