@@ -11,8 +11,6 @@ Source: weight-only quantisation a row as in LLM.int8() (Dettmers et al. 2022), 
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -21,9 +19,7 @@ from loongserve.kernels.native_build import load_native
 
 MAX_ROWS = 32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3}
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-# As ``native/interface.h`` declares them.
-_ARGUMENTS = (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *(_INT,) * 6)
+_X_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -41,9 +37,55 @@ def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: T
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
+    if out is None and x.dim() == 2 and weight.dim() == 2:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+    # In one condition, for a call on a small matrix takes as long as a few checks.
+    if not (
+        out is not None
+        and x.dtype in _X_DTYPES
+        and weight.dtype in _DTYPES
+        and out.dtype in _X_DTYPES
+        and x.is_cpu
+        and weight.is_cpu
+        and out.is_cpu
+        and x.dim() == weight.dim() == out.dim() == 2
+        and x.stride(1) == weight.stride(1) == out.stride(1) == 1
+        and x.shape[0] <= MAX_ROWS
+        and x.shape[1] == weight.shape[1]
+        and out.shape == (x.shape[0], weight.shape[0])
+        and scales is None
+    ):
+        out = _check(x, weight, scales, out)
+    library = load_native()
+    if library is None:
+        return _multiply(x, weight, scales, out)
+    if scales is not None:
+        scales = scales.contiguous()
+    failed = library.loong_small_linear(
+        x.data_ptr(),
+        _DTYPES[x.dtype],
+        x.stride(0),
+        weight.data_ptr(),
+        _DTYPES[weight.dtype],
+        weight.stride(0),
+        None if scales is None else scales.data_ptr(),
+        out.data_ptr(),
+        _DTYPES[out.dtype],
+        out.stride(0),
+        *x.shape,
+        weight.shape[0],
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the rows of x in float32")
+    return out
+
+
+def _check(x: Tensor, weight: Tensor, scales: Tensor | None, out: Tensor | None) -> Tensor:
+    """Name what does not fit, or answer the tensor for the result."""
     if x.dim() != 2 or x.shape[0] > MAX_ROWS:
         raise ValueError(f"x must be [rows, inputs] of at most {MAX_ROWS} rows, got {list(x.shape)}")
-    if x.dtype not in (torch.float32, torch.bfloat16):
+    if x.dtype not in _X_DTYPES:
         raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
     if x.device.type != "cpu":
         raise ValueError(f"x must be on a cpu, got {x.device}")
@@ -56,38 +98,12 @@ def small_linear(x: Tensor, weight: Tensor, scales: Tensor | None = None, out: T
     outputs = weight.shape[0]
     if scales is not None:
         check_tensor("scales", scales, (outputs,), torch.float32, x.device)
-        scales = scales.contiguous()
-    if out is None:
-        out = torch.empty((rows, outputs), dtype=x.dtype)
-    else:
-        check_tensor("out", out, (rows, outputs), None, x.device)
-        if out.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"out must be float32 or bfloat16, got {out.dtype}")
+    out = torch.empty((rows, outputs), dtype=x.dtype) if out is None else out
+    check_tensor("out", out, (rows, outputs), None, x.device)
+    if out.dtype not in _X_DTYPES:
+        raise ValueError(f"out must be float32 or bfloat16, got {out.dtype}")
     for name, tensor in (("x", x), ("weight", weight), ("out", out)):
         check_last_contiguous(name, tensor)
-    library = load_native()
-    if library is None:
-        return _multiply(x, weight, scales, out)
-    function = library.loong_small_linear
-    function.argtypes = _ARGUMENTS
-    failed = function(
-        x.data_ptr(),
-        _DTYPES[x.dtype],
-        x.stride(0),
-        weight.data_ptr(),
-        _DTYPES[weight.dtype],
-        weight.stride(0),
-        None if scales is None else scales.data_ptr(),
-        out.data_ptr(),
-        _DTYPES[out.dtype],
-        out.stride(0),
-        rows,
-        inputs,
-        outputs,
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError("no memory for the rows of x in float32")
     return out
 
 

@@ -46,6 +46,9 @@ _INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # The arithmetic of avx512_bf16 in other instructions, so that it can be tested anywhere.
     "portable_bf16": ((), ("-DLOONG_BFLOAT16_PAIRS",)),
 }
+# As ``native/interface.h`` declares it; the other functions are given ctypes' own types.
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SMALL_LINEAR = (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *(_INT,) * 6)
 # Chosen by themselves. The AVX-512 sets were compiled but have not run on any machine yet: ask for them by name.
 _PROVEN = ("avx2", "portable")
 
@@ -87,7 +90,9 @@ def _load(asked: str) -> ctypes.CDLL | None:
     """Load what ``LOONG_CPU_ISA`` = ``asked`` asks for; decode calls this thousands of times a second."""
     instruction_set = choose_instruction_set()
     try:
-        return ctypes.CDLL(str(build(instruction_set)))
+        library = ctypes.CDLL(str(build(instruction_set)))
+        library.loong_small_linear.argtypes = _SMALL_LINEAR
+        return library
     except (NativeBuildError, OSError) as error:
         _logger.warning("no native CPU kernels, torch's serve instead: %s", error)
         return None

@@ -4,7 +4,7 @@
 // compiler contracts a * b + c to one fused instruction where the machine has it (-ffp-contract=fast).
 //
 // Numbers below float32 are read two vectors at a time, because the cheapest way to widen bfloat16 gives the even
-// elements in one vector and the odd ones in the other: `load_pair` and `store_pair` agree on that order, as do the
+// elements in one vector and the odd ones in the other: `load_half` gives that order, as do the
 // rows that `permute_pairs` has brought into it.
 #pragma once
 
@@ -151,28 +151,33 @@ inline vec widen_f16(half_vec half) {
 #endif
 }
 
-// 2 * LANES elements: consecutive ones for all types but bfloat16, which gives the even and the odd ones.
-inline void load_pair(const float* p, vec& a, vec& b) { a = load(p), b = load(p + LANES); }
-inline void load_pair(const bf16* p, vec& a, vec& b) {
+// One of the two vectors of 2 * LANES elements: HALF 0 is the first half and HALF 1 the second for all types but bfloat16,
+// of which they are the even and the odd ones.
+template <int HALF>
+inline vec load_half(const float* p) { return load(p + HALF * LANES); }
+template <int HALF>
+inline vec load_half(const bf16* p) {
     ivec words = *reinterpret_cast<const unaligned_ivec*>(p);
-    a = as_float(words << 16), b = as_float(words & static_cast<int32_t>(0xffff0000));
+    return as_float(HALF == 0 ? words << 16 : words & static_cast<int32_t>(0xffff0000));
 }
-inline void load_pair(const f16* p, vec& a, vec& b) {
-    a = widen_f16(*reinterpret_cast<const unaligned_half_vec*>(p));
-    b = widen_f16(*reinterpret_cast<const unaligned_half_vec*>(p + LANES));
+template <int HALF>
+inline vec load_half(const f16* p) {
+    return widen_f16(*reinterpret_cast<const unaligned_half_vec*>(p + HALF * LANES));
 }
-inline void load_pair(const int8_t* p, vec& a, vec& b) {
+template <int HALF>
+inline vec load_half(const int8_t* p) {
+    p += HALF * LANES;
 #if defined(__AVX512F__)
-    a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-    b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + LANES))));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__)
-    a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-    b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + LANES))));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #else
-    a = __builtin_convertvector(*reinterpret_cast<const unaligned_byte_vec*>(p), vec);
-    b = __builtin_convertvector(*reinterpret_cast<const unaligned_byte_vec*>(p + LANES), vec);
+    return __builtin_convertvector(*reinterpret_cast<const unaligned_byte_vec*>(p), vec);
 #endif
 }
+
+template <class T>
+inline void load_pair(const T* p, vec& a, vec& b) { a = load_half<0>(p), b = load_half<1>(p); }
 
 // Where element d of a row lies once the row is in the order of load_pair.
 template <class T>

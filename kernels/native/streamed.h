@@ -1,8 +1,9 @@
 // Attention of few queries (decode): keys are read once, as they lie, at the speed of memory.
 //
 // A block of keys at a time: scores of all heads, softmax, then the weighted sum of V. The rows of a KV head are its
-// group's heads, of one query or some, and share every load. Rows of K and V that the next block needs are prefetched
-// while this one is computed. Sequences are cut into parts where there are threads for them; parts merge at the end.
+// group's heads, of one query or some, and share every load. While the scores of a block are computed its rows of V are
+// prefetched, and while those are summed the next block's rows of K, in the same order: memory is asked evenly.
+// Sequences are cut into parts where there are threads for them; parts merge at the end.
 #pragma once
 
 #include <algorithm>
@@ -13,62 +14,104 @@
 
 namespace loong {
 
-constexpr int64_t BLOCK_KEYS = 64;
+constexpr int64_t MAX_BLOCK_KEYS = 64;
+// Rows of K and V of a block and of the next one's K stay in the second cache.
+constexpr int64_t BLOCK_BYTES = 64 << 10;
 constexpr int64_t MIN_PART_KEYS = 512;
+constexpr int64_t CACHE_LINE = 64;
 
-// Rows whose sums fit the registers: four keys each for scores, two vectors or four for outputs.
-constexpr int SCORE_ROWS = TILE_VECTORS == 4 ? 6 : 3;
-constexpr int64_t VALUE_ROWS = 4;
+// Rows that are computed together: their sums, with the keys or columns below, are what the registers hold.
+constexpr int MAX_TILE_ROWS = 6;
+constexpr int keys_of_tile(int rows) { return TILE_VECTORS == 4 || rows <= 3 ? 4 : 2; }
+constexpr int columns_of_tile(int rows) { return rows == 1 ? 4 : TILE_VECTORS == 4 || rows <= 3 ? 2 : 1; }
 
-// Elements d..d+PAIR-1 of a row, 0 beyond its end.
-template <bool PARTIAL, class T>
-inline void load_part(const T* row, int64_t d, int64_t head_dim, vec& a, vec& b) {
-    if (!PARTIAL || d + PAIR <= head_dim) return load_pair(row + d, a, b);
+// The keys of a block in one KV head of K or V: key i begins at base + offsets[i].
+template <class T>
+struct Keys {
+    const T* base;
+    const int64_t* offsets;
+    const T* operator[](int64_t i) const { return base + offsets[i]; }
+};
+
+// Half of the elements d..d+PAIR-1 of a row, 0 beyond its end.
+template <int HALF, bool PARTIAL, class T>
+inline vec load_part(const T* row, int64_t d, int64_t head_dim) {
+    if (!PARTIAL || d + PAIR <= head_dim) return load_half<HALF>(row + d);
     T rest[PAIR] = {};
     std::memcpy(rest, row + d, (head_dim - d) * sizeof(T));
-    load_pair(rest, a, b);
+    return load_half<HALF>(rest);
 }
 
-// scores[r][0..3] = q[r] . rows[0..3]
-template <int R, bool PARTIAL, class T>
-__attribute__((noinline)) void score_keys(const T* const* rows, const float* q, int64_t pitch, int64_t head_dim, float* scores) {
-    vec sums[R][4] = {};
-    for (int64_t d = 0; d < head_dim; d += PAIR) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            vec a, b;
-            load_part<PARTIAL>(rows[i], d, head_dim, a, b);
+// sums[r][i] += q[r] . k[i] over half of a pair. The order keeps all sums, the queries and one vector in registers.
+template <int HALF, int R, int K, bool PARTIAL, class T>
+inline void score_half(Keys<T> k, int64_t key, const float* q, int64_t pitch, int64_t d, int64_t head_dim,
+                       vec sums[R][K]) {
+    vec x[R];
 #pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                sums[r][i] = load(q + r * pitch + d) * a + sums[r][i];
-                sums[r][i] = load(q + r * pitch + d + LANES) * b + sums[r][i];
+    for (int r = 0; r < R; ++r) x[r] = load(q + r * pitch + d + HALF * LANES);
+#pragma GCC unroll 4
+    for (int i = 0; i < K; ++i) {
+        vec y = load_part<HALF, PARTIAL>(k[key + i], d, head_dim);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) sums[r][i] = x[r] * y + sums[r][i];
+    }
+}
+
+// scores[r][i] = q[r] . k[i] for keys that fill tiles; rows of `ahead` are prefetched.
+template <int R, bool PARTIAL, class T>
+__attribute__((noinline)) void score_keys(Keys<T> k, Keys<T> ahead, int64_t keys, const float* q, int64_t pitch,
+                                          int64_t head_dim, float* scores) {
+    constexpr int K = keys_of_tile(R);
+    for (int64_t key = 0; key < keys; key += K) {
+        vec sums[R][K] = {};
+        for (int64_t d = 0; d < head_dim; d += PAIR) {
+            if (d * sizeof(T) % CACHE_LINE == 0)
+                for (int i = 0; i < K; ++i) prefetch(ahead[key + i] + d);
+            score_half<0, R, K, PARTIAL>(k, key, q, pitch, d, head_dim, sums);
+            score_half<1, R, K, PARTIAL>(k, key, q, pitch, d, head_dim, sums);
+        }
+        float* to = scores + key;
+        if constexpr (K == 4) {
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r)
+                sum4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], to + r * MAX_BLOCK_KEYS);
+        } else {
+#pragma GCC unroll 3
+            for (int r = 0; r < R; r += 2) {
+                int second = r + 1 < R ? r + 1 : r;
+                float both[4];
+                sum4(sums[r][0], sums[r][1], sums[second][0], sums[second][1], both);
+                std::memcpy(to + r * MAX_BLOCK_KEYS, both, 8);
+                std::memcpy(to + second * MAX_BLOCK_KEYS, both + 2, 8);
             }
         }
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) sum4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], scores + r * BLOCK_KEYS);
 }
 
-// out[r][d..] = out[r][d..] * alpha[r] + sum over keys of weights[r][key] * rows[key][d..], for C pairs of vectors.
+// out[r][d..] = out[r][d..] * alpha[r] + sum over keys of weights[r][key] * v[key][d..], for C pairs of vectors.
 template <int R, int C, bool PARTIAL, class T>
-__attribute__((noinline)) void weigh_values(const T* const* rows, int64_t keys, const float* weights, const float* alpha, int64_t d,
-                  int64_t head_dim, float* out, int64_t pitch) {
+__attribute__((noinline)) void weigh_values(Keys<T> v, Keys<T> ahead, int64_t keys, const float* weights,
+                                            const float* alpha, int64_t d, int64_t head_dim, float* out,
+                                            int64_t pitch) {
     vec sums[R][C][2];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c)
             for (int i = 0; i < 2; ++i)
                 sums[r][c][i] = load(out + r * pitch + d + c * PAIR + i * LANES) * splat(alpha[r]);
     for (int64_t key = 0; key < keys; ++key) {
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-            vec a, b;
-            load_part<PARTIAL>(rows[key], d + c * PAIR, head_dim, a, b);
+        vec weight[R];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) weight[r] = splat(weights[r * MAX_BLOCK_KEYS + key]);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                vec weight = splat(weights[r * BLOCK_KEYS + key]);
-                sums[r][c][0] = weight * a + sums[r][c][0];
-                sums[r][c][1] = weight * b + sums[r][c][1];
-            }
+        for (int c = 0; c < C; ++c) {
+            int64_t column = d + c * PAIR;
+            if (column * sizeof(T) % CACHE_LINE == 0) prefetch(ahead[key] + column);
+            vec a = load_part<0, PARTIAL>(v[key], column, head_dim);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) sums[r][c][0] = weight[r] * a + sums[r][c][0];
+            vec b = load_part<1, PARTIAL>(v[key], column, head_dim);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; ++r) sums[r][c][1] = weight[r] * b + sums[r][c][1];
         }
     }
     for (int r = 0; r < R; ++r)
@@ -82,7 +125,9 @@ public:
     Streamed(const LoongShape& shape, const LoongTensor& q, const LoongTensor& k, const LoongTensor& v,
              const LoongState& state)
         : s_(shape), q_(q), k_(k), v_(v), state_(state), group_(shape.q_heads / shape.kv_heads),
-          pitch_(round_up(shape.head_dim, PAIR)) {}
+          pitch_(round_up(shape.head_dim, PAIR)),
+          block_keys_(std::clamp<int64_t>(BLOCK_BYTES / (2 * shape.kv_heads * shape.head_dim * sizeof(T)) / 8 * 8, 8,
+                                          MAX_BLOCK_KEYS)) {}
 
     void save(const int64_t* slots, const LoongTensor& k_cache, const LoongTensor& v_cache) const {
         for (int64_t i = 0; i < s_.sequences; ++i)
@@ -115,7 +160,7 @@ public:
         }
         int64_t threads = std::min<int64_t>(std::max<int64_t>(s_.threads, 1), parts.size());
         std::vector<Buffer> scratch;
-        for (int64_t i = 0; i < threads; ++i) scratch.push_back(make_buffer(most_rows * (2 * pitch_ + BLOCK_KEYS + 3)));
+        for (int64_t i = 0; i < threads; ++i) scratch.push_back(make_buffer(most_rows * (2 * pitch_ + MAX_BLOCK_KEYS + 3)));
         Buffer partial = make_buffer(words);
         pool().run(static_cast<int64_t>(parts.size()), s_.threads, [&](int64_t item, int64_t worker) {
             attend(parts[item], scratch[worker].get(), most_rows, partial.get());
@@ -148,7 +193,7 @@ private:
 
     void attend(const Part& part, float* scratch, int64_t most_rows, float* partial) const {
         int64_t rows = part.rows / s_.kv_heads;
-        float *q = scratch, *scores = q + most_rows * pitch_, *alpha = scores + most_rows * BLOCK_KEYS;
+        float *q = scratch, *scores = q + most_rows * pitch_, *alpha = scores + most_rows * MAX_BLOCK_KEYS;
         float* out = alpha + most_rows;
         float *row_max = out + part.rows * pitch_, *row_sum = row_max + part.rows;
         if (part.offset >= 0) {
@@ -163,65 +208,74 @@ private:
             row_max[row] = -INF, row_sum[row] = 0;
         }
         int64_t first = s_.k_begins[part.sequence] + part.begin, last = s_.k_begins[part.sequence] + part.end;
-        for (int64_t key = first; key < last; key += BLOCK_KEYS) {
-            int64_t keys = std::min(BLOCK_KEYS, last - key), next = std::min(BLOCK_KEYS, last - key - keys);
+        Block blocks[2];
+        find(first, last, blocks[0]);
+        for (int64_t key = first, turn = 0; key < last; key += block_keys_, turn ^= 1) {
+            const Block& block = blocks[turn];
+            Block& next = blocks[turn ^ 1];
+            // After the last block its own rows stand in for the next one's, and are in the cache.
+            if (key + block_keys_ < last) find(key + block_keys_, last, next);
+            else next = block;
             for (int64_t head = 0; head < s_.kv_heads; ++head) {
-                const T* pointers[BLOCK_KEYS];
-                gather(k_, key, keys, head, pointers);
-                const T* ahead[BLOCK_KEYS];
-                gather(k_, key + keys, next, head, ahead);
-                score_head(pointers, keys, ahead, next, q + head * rows * pitch_, rows, scores + head * rows * BLOCK_KEYS);
+                int64_t row = head * rows;
+                score_head(keys_of(k_, head, block.k), keys_of(v_, head, block.v), block.keys, q + row * pitch_, rows,
+                           scores + row * MAX_BLOCK_KEYS);
             }
             for (int64_t row = 0; row < part.rows; ++row)
-                weigh(scores + row * BLOCK_KEYS, keys, row_max[row], row_sum[row], alpha[row]);
+                weigh(scores + row * MAX_BLOCK_KEYS, block.keys, row_max[row], row_sum[row], alpha[row]);
             for (int64_t head = 0; head < s_.kv_heads; ++head) {
-                const T* pointers[BLOCK_KEYS];
-                gather(v_, key + keys, next, head, pointers);
-                for (int64_t i = 0; i < next; ++i) prefetch_row(pointers[i]);
-                gather(v_, key, keys, head, pointers);
                 int64_t row = head * rows;
-                add_values(pointers, keys, scores + row * BLOCK_KEYS, alpha + row, rows, out + row * pitch_);
+                add_values(keys_of(v_, head, block.v), keys_of(k_, head, next.k), block.keys,
+                           scores + row * MAX_BLOCK_KEYS, alpha + row, rows, out + row * pitch_);
             }
         }
         if (part.offset < 0) finish(part, out, row_max, row_sum);
     }
 
-    void gather(const LoongTensor& tensor, int64_t key, int64_t keys, int64_t head, const T** pointers) const {
-        for (int64_t i = 0; i < keys; ++i) pointers[i] = row_of<T>(tensor, slot(key + i), head);
+    // Where the rows of a block lie: offsets within K and V, in elements. The last key stands in for those missing.
+    struct Block {
+        int64_t keys, k[MAX_BLOCK_KEYS], v[MAX_BLOCK_KEYS];
+    };
+
+    void find(int64_t key, int64_t last, Block& block) const {
+        block.keys = std::min(block_keys_, last - key);
+        for (int64_t i = 0; i < block_keys_; ++i) {
+            int64_t row = slot(key + std::min(i, block.keys - 1));
+            block.k[i] = row * k_.stride_token, block.v[i] = row * v_.stride_token;
+        }
     }
 
-    void prefetch_row(const T* row) const {
-        const char* p = reinterpret_cast<const char*>(row);
-        for (int64_t byte = 0; byte < s_.head_dim * static_cast<int64_t>(sizeof(T)); byte += 64) prefetch(p + byte);
+    static Keys<T> keys_of(const LoongTensor& tensor, int64_t head, const int64_t* offsets) {
+        return {static_cast<const T*>(tensor.data) + head * tensor.stride_head, offsets};
     }
 
-    void score_head(const T** pointers, int64_t keys, const T* const* ahead, int64_t next, const float* q, int64_t rows,
-                    float* scores) const {
-        // The last key stands in for the rest of four.
-        const T* group[4];
-        for (int64_t i = 0; i < keys; i += 4) {
-            for (int64_t j = i; j < std::min(i + 4, next); ++j) prefetch_row(ahead[j]);
-            for (int64_t j = 0; j < 4; ++j) group[j] = pointers[std::min(i + j, keys - 1)];
-            for (int64_t r = 0; r < rows; r += SCORE_ROWS) {
-                int64_t count = std::min<int64_t>(SCORE_ROWS, rows - r);
-                const float* queries = q + r * pitch_;
-                float* to = scores + r * BLOCK_KEYS + i;
-                if (s_.head_dim % PAIR == 0) score_rows<false>(count, group, queries, to);
-                else score_rows<true>(count, group, queries, to);
+    // Call work(first row, tile of rows as a constant) for rows in tiles of about one size.
+    template <class Work>
+    static void for_tiles(int64_t rows, const Work& work) {
+        int64_t tiles = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            int64_t begin = rows * tile / tiles;
+            switch (rows * (tile + 1) / tiles - begin) {
+                case 6: work(begin, std::integral_constant<int, 6>()); break;
+                case 5: work(begin, std::integral_constant<int, 5>()); break;
+                case 4: work(begin, std::integral_constant<int, 4>()); break;
+                case 3: work(begin, std::integral_constant<int, 3>()); break;
+                case 2: work(begin, std::integral_constant<int, 2>()); break;
+                default: work(begin, std::integral_constant<int, 1>());
             }
         }
     }
 
-    template <bool PARTIAL>
-    void score_rows(int64_t count, const T* const* rows, const float* q, float* to) const {
-        if constexpr (SCORE_ROWS > 3) {
-            if (count == 6) return score_keys<6, PARTIAL>(rows, q, pitch_, s_.head_dim, to);
-            if (count == 5) return score_keys<5, PARTIAL>(rows, q, pitch_, s_.head_dim, to);
-            if (count == 4) return score_keys<4, PARTIAL>(rows, q, pitch_, s_.head_dim, to);
-        }
-        if (count == 3) score_keys<3, PARTIAL>(rows, q, pitch_, s_.head_dim, to);
-        else if (count == 2) score_keys<2, PARTIAL>(rows, q, pitch_, s_.head_dim, to);
-        else score_keys<1, PARTIAL>(rows, q, pitch_, s_.head_dim, to);
+    void score_head(Keys<T> k, Keys<T> ahead, int64_t keys, const float* q, int64_t rows, float* scores) const {
+        bool whole = s_.head_dim % PAIR == 0;
+        for_tiles(rows, [&](int64_t row, auto count) {
+            constexpr int R = decltype(count)::value;
+            const float* queries = q + row * pitch_;
+            float* to = scores + row * MAX_BLOCK_KEYS;
+            int64_t padded = round_up(keys, keys_of_tile(R));
+            if (whole) score_keys<R, false>(k, ahead, padded, queries, pitch_, s_.head_dim, to);
+            else score_keys<R, true>(k, ahead, padded, queries, pitch_, s_.head_dim, to);
+        });
     }
 
     // Turn a row's scores into weights, and answer the factor of what was summed before.
@@ -247,44 +301,36 @@ private:
             sums += weights;
             store(scores + key, weights);
         }
-        alpha = row_max == -INF ? 0 : std::exp2(row_max - shift);
+        alpha = row_max == top ? 1 : row_max == -INF ? 0 : std::exp2(row_max - shift);
         row_sum = row_sum * alpha + sum(sums), row_max = top;
     }
 
-    void add_values(const T* const* pointers, int64_t keys, const float* weights, const float* alpha, int64_t rows,
+    void add_values(Keys<T> v, Keys<T> ahead, int64_t keys, const float* weights, const float* alpha, int64_t rows,
                     float* out) const {
-        for (int64_t r = 0; r < rows; r += VALUE_ROWS) {
-            const float *w = weights + r * BLOCK_KEYS, *a = alpha + r;
-            float* to = out + r * pitch_;
-            if (s_.head_dim % PAIR == 0) add_rows<false>(std::min(VALUE_ROWS, rows - r), pointers, keys, w, a, to);
-            else add_rows<true>(std::min(VALUE_ROWS, rows - r), pointers, keys, w, a, to);
-        }
+        bool whole = s_.head_dim % PAIR == 0;
+        for_tiles(rows, [&](int64_t row, auto count) {
+            constexpr int R = decltype(count)::value, C = columns_of_tile(R);
+            const float *w = weights + row * MAX_BLOCK_KEYS, *a = alpha + row;
+            float* to = out + row * pitch_;
+            if (whole) add_columns<R, C, false>(v, ahead, keys, w, a, to);
+            else add_columns<R, C, true>(v, ahead, keys, w, a, to);
+        });
     }
 
-    template <bool PARTIAL>
-    void add_rows(int64_t count, const T* const* pointers, int64_t keys, const float* w, const float* a,
-                  float* to) const {
-        if (count == 4) add_columns<4, PARTIAL>(pointers, keys, w, a, to);
-        else if (count == 3) add_columns<3, PARTIAL>(pointers, keys, w, a, to);
-        else if (count == 2) add_columns<2, PARTIAL>(pointers, keys, w, a, to);
-        else add_columns<1, PARTIAL>(pointers, keys, w, a, to);
-    }
-
-    template <int R, bool PARTIAL>
-    void add_columns(const T* const* pointers, int64_t keys, const float* w, const float* a, float* to) const {
+    template <int R, int C, bool PARTIAL>
+    void add_columns(Keys<T> v, Keys<T> ahead, int64_t keys, const float* w, const float* a, float* to) const {
         int64_t d = 0;
-        // Few sums alone would wait for each other, many do not fit 16 registers.
-        if constexpr (R <= 2)
-            for (; d + 2 * PAIR <= pitch_; d += 2 * PAIR)
-                weigh_values<R, 2, PARTIAL>(pointers, keys, w, a, d, s_.head_dim, to, pitch_);
-        for (; d < pitch_; d += PAIR) weigh_values<R, 1, PARTIAL>(pointers, keys, w, a, d, s_.head_dim, to, pitch_);
+        for (; d + C * PAIR <= pitch_; d += C * PAIR)
+            weigh_values<R, C, PARTIAL>(v, ahead, keys, w, a, d, s_.head_dim, to, pitch_);
+        for (; d < pitch_; d += PAIR)
+            weigh_values<R, 1, PARTIAL>(v, ahead, keys, w, a, d, s_.head_dim, to, pitch_);
     }
 
     static constexpr int64_t PITCH_ROW = 256;
     const LoongShape& s_;
     const LoongTensor &q_, &k_, &v_;
     const LoongState& state_;
-    const int64_t group_, pitch_;
+    const int64_t group_, pitch_, block_keys_;
 };
 
 }  // namespace loong
