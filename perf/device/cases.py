@@ -68,20 +68,23 @@ def _case(section: str, function: Callable[..., Iterator[Result]], *arguments: o
 
 def _checks() -> Iterator[Case]:
     counts, lengths = [1, 1, 0, 6, 1, 70], [2100, 0, 4, 703, 1, 300]
-    for index, (heads, dtype) in enumerate((heads, dtype) for heads in HEADS for dtype in DTYPES):
-        yield _case("attention", attention.check_ring, dtype, heads, 1 + index % 8)
-        yield _case("attention", attention.check_paged, dtype, heads, counts, lengths)
     ring, block, paged = (
         partial(_case, "attention", f) for f in (attention.check_ring, attention.check_block, attention.check_paged)
     )
+    for index, (heads, dtype) in enumerate((heads, dtype) for heads in HEADS for dtype in DTYPES):
+        yield ring(dtype, heads, 1 + index % 8)
+        yield paged(dtype, heads, counts, lengths)
     for dop in range(1, 9):
-        yield ring(BFLOAT16, (9, 3, 64), dop)
-        yield ring(FLOAT32, (9, 3, 64), dop, window=90)
+        yield ring(BFLOAT16, (9, 3, 64), dop, window=90)
+        yield ring(FLOAT32, (32, 8, 64), dop)
     yield ring(BFLOAT16, (32, 8, 128), 4, window=50, soft_cap=20.0)
     yield ring(FLOAT16, (4, 2, 256), 3, soft_cap=5.0)
     yield ring(BFLOAT16, (8, 8, 80), 5, window=200)
     for dtype, heads in zip((BFLOAT16, FLOAT16, FLOAT32, BFLOAT16) * 2, HEADS, strict=True):
         yield block(dtype, heads)
+    # Sizes that fill no tile, the smallest among them.
+    yield block(BFLOAT16, (6, 2, 112))
+    yield block(FLOAT16, (2, 1, 16))
     yield block(BFLOAT16, (32, 8, 128), banded=True)
     yield block(FLOAT32, (9, 3, 64), banded=True, soft_cap=30.0)
     yield block(FLOAT16, (8, 2, 192), banded=True)

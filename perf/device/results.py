@@ -74,7 +74,7 @@ def compare(name: str, dtype: torch.dtype, actual: Tensor, expected: Tensor) -> 
     max_error, max_ratio = TOLERANCES[dtype]
     if actual.shape != expected.shape:
         return Check(f"{name} (shape {list(actual.shape)})", label, math.inf, math.inf, max_ratio, False)
-    actual, expected = actual.double().cpu(), expected.double().cpu()
+    actual, expected = actual.to(expected.device).double(), expected.double()
     finite = torch.isfinite(expected)
     same_infinities = bool((actual[~finite] == expected[~finite]).all())
     error = (actual[finite] - expected[finite]).abs()

@@ -22,6 +22,7 @@ def speed_layer(bench: Bench, dtype: torch.dtype) -> Iterator[Result]:
     inputs = Inputs(bench, dtype)
     tokens, heads, head_dim = bench.choose((32768, 32, 128), (8, 2, 64))
     hidden = heads * head_dim
+    bench.require_memory(tokens * hidden * (14 * dtype.itemsize + 16) + (2 << 30))
     x, residual, out = (inputs.fast_rows(tokens, hidden) for _ in range(3))
     weight, wide = inputs.rows(hidden), inputs.fast_rows(tokens, 2 * hidden)
     q = inputs.fast_rows(tokens, heads, head_dim)
