@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,15 +67,12 @@ def test_every_case_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert {"device", "torch", "triton", "revision"} <= record["info"].keys()
 
 
-def test_speed_is_skipped_when_the_time_is_up_and_checks_are_not(tmp_path: Path) -> None:
+def test_speed_is_skipped_when_the_time_is_up(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     done = run_script("--interpret", "--out", out, "--minutes", "0", "--only", "decode")
     assert done.returncode == 1, "nothing was right, so nothing is proven"
     results = json.loads(out.read_text())["results"]
     assert {(r["status"], r["reason"]) for r in results} == {("skipped", "the time was up: raise --minutes")}
-    done = run_script("--interpret", "--out", out, "--minutes", "0", "--only", "check_kv")
-    assert done.returncode == 0
-    assert {r["status"] for r in json.loads(out.read_text())["results"]} == {"right"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -253,6 +251,59 @@ def test_worker_turns_errors_into_results(device: Callable[[str], Any]) -> None:
     assert [(r.status, r.reason) for r in run(impossible)] == [("not run", "needs 9 GiB")]
     assert [r.status for r in run(lambda bench: iter(()))] == ["failed"]
     assert [r.status for r in run(broken, "speed of x")] == ["skipped"]
+
+
+def test_an_interrupt_ends_the_children(
+    stand_in: Path, tmp_path: Path, device: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = device("parent")
+    record = parent.Record(tmp_path / "check.json", device("cases").all_cases(tiny=True))
+    children = parent.Children(stand_in, record, True, time.time() + 60, 60.0)
+    thread = threading.Thread(target=children.run, args=([6, 0],))
+    thread.start()
+    while not children._running:
+        time.sleep(0.01)
+    children.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not children._running
+    assert not any(result["status"] == "failed" for result in record.results.get(0, []))
+
+
+class StandInEvent:
+    """A clock that stands for a device's events."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: "StandInEvent") -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_a_device_is_timed_in_turn_and_often(device: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch for devices, over a clock that stands for theirs."""
+    timing, bench = device("timing"), device("bench")
+
+    class Stand(bench.Bench):  # type: ignore[misc, name-defined]
+        tiny = False
+
+    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 20))
+    here = Stand(torch.device("cpu"))
+    calls: list[str] = []
+    slow, fast = timing.measure(here, lambda: (calls.append("slow"), time.sleep(0.004)), lambda: calls.append("fast"))
+    assert len(slow) == len(fast) >= timing.MIN_REPEATS
+    assert min(slow) >= 4.0
+    # After the warm-up and the estimate.
+    assert calls == ["slow", "fast"] * (2 + len(slow))
+    assert len(timing.measure(here, lambda: None, repeats=30)[0]) == 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(bench.NotRun, match=r"needs 1\.1 GiB"):
+        here.require_memory(1 << 30)
 
 
 def test_cases_of_a_device_have_names_of_their_own(device: Callable[[str], Any]) -> None:

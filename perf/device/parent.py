@@ -81,11 +81,16 @@ def check_device(
         raise ValueError(f"--only {only!r} is in the section or name of no case: leave it out to see all of them")
     record.write(complete=False)
     children = Children(script, record, tiny, deadline, case_seconds)
-    together = [n for n in chosen if not cases[n].alone]
+    together = [n for n in chosen if not cases[n].alone] if jobs > 1 else []
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         # The pool's end waits for all of them; none raises for what a case does.
-        list(pool.map(children.run, (together[job::jobs] for job in range(max(1, jobs)))))
-    children.run([n for n in chosen if cases[n].alone])
+        try:
+            list(pool.map(children.run, (together[job::jobs] for job in range(jobs))))
+        except BaseException:
+            # Interrupted: no child may go on, nor another start in place of one that was interrupted too.
+            children.stop()
+            raise
+    children.run([n for n in chosen if n not in together])
     record.write(complete=True)
     plain = record.plain(complete=True)
     for goal in plain["goals"]:
@@ -111,12 +116,22 @@ class Children:
     tiny: bool
     deadline: float
     case_seconds: float
+    _stopped: bool = False
+    _running: set[subprocess.Popen[str]] = field(default_factory=set)
+
+    def stop(self) -> None:
+        """End all processes, and start none any more."""
+        self._stopped = True
+        for process in list(self._running):
+            process.kill()
 
     def run(self, numbers: Sequence[int]) -> None:
         """Have cases run; one whose process ends or hangs has failed, and a new process runs what comes after it."""
         remaining = list(numbers)
         while remaining:
             over = self._run_one(remaining)
+            if self._stopped:
+                return
             if not over:
                 for number in remaining:
                     self._fail(number, "its process ended before it began: see its messages")
@@ -127,6 +142,9 @@ class Children:
         """Run one process. Returns: how many of the cases are over."""
         process = subprocess.Popen(self._command(numbers), stdout=subprocess.PIPE, text=True, env=self._environment())
         assert process.stdout is not None
+        self._running.add(process)
+        if self._stopped:
+            process.kill()
         begun: int | None = None
         over = 0
         # Until a case begins the time is the process's own: to import and to start the device.
@@ -151,7 +169,8 @@ class Children:
             watchdog.cancel()
             process.kill()
             process.wait()
-        if begun is not None:
+            self._running.discard(process)
+        if begun is not None and not self._stopped:
             self._fail(begun, f"its process ended with status {status} (-9 after {self.case_seconds:g} s: it hung)")
             over += 1
         return over

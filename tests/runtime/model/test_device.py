@@ -114,7 +114,7 @@ def test_three_instances_on_one_device(
 ) -> None:
     """The same kernels on the same numbers: tokens and logits are those of the CPU, bit for bit."""
     monkeypatch.setenv("LOONG_KERNELS", "reference")
-    folder = str(save_tiny())
+    folder = str(save_tiny(num_hidden_layers=1))
     prompts = [tuple((7 * i + n) % 131 for i in range(n)) for n in (1, 5, 130)]
     scripts = {name: dict(histories(3))[name] for name in ("uneven", "scale-up", "chunks", "several-steps")}
 
