@@ -3,7 +3,7 @@
 One iteration runs at a time: first each request's prefill, chunk by chunk, then all decoding requests as one batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loongserve.policies.base import ClusterView, Launch, Placement, Plan, RequestView, SegmentPlan
@@ -53,6 +53,37 @@ class Script:
     chunk: int | None = None
     # Decode steps an iteration, where enough tokens are left.
     steps: int = 1
+
+
+def histories(num_instances: int) -> Iterator[tuple[str, Script]]:
+    """List the scripts that exercise ``num_instances``, by name: placements, scale-up, changing masters and groups."""
+    last = num_instances - 1
+
+    def everyone(chunk: int) -> tuple[int, ...]:
+        return tuple(range(num_instances))
+
+    yield "all-on-one", Script(everyone, all_on(last), master=lambda k: last)
+    if num_instances == 1:
+        return
+    yield "even", Script(everyone, spread_evenly(num_instances), master=lambda k: last)
+    yield "uneven", Script(everyone, spread_unevenly(num_instances), master=lambda k: 0)
+    # The decode group is {0}, then {0, 1}, ...: new KV goes to the newcomer, old KV stays.
+    yield "scale-up", Script(everyone, all_on(0), master=lambda k: min(k // 8, last))
+    yield "master-change", Script(everyone, spread_unevenly(num_instances), master=lambda k: k // 3 % num_instances)
+    # Chunks of a prefill on groups of changing size and order, over what earlier chunks left anywhere.
+    yield (
+        "chunks",
+        Script(
+            lambda chunk: tuple((chunk + i) % num_instances for i in range(1 + chunk % num_instances)),
+            spread_unevenly(num_instances),
+            master=lambda k: 0,
+            chunk=100,
+        ),
+    )
+    yield (
+        "several-steps",
+        Script(everyone, spread_unevenly(num_instances), master=lambda k: k // 5 % num_instances, steps=5),
+    )
 
 
 class ScriptedPolicy:

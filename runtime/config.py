@@ -127,7 +127,7 @@ class EngineConfig:
         length = min(self.max_model_len or model.max_positions, model.max_positions)
         element_bytes = 4 if self.compute_dtype == "float32" else 2
         token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
-        free_bytes = _free_memory_bytes()
+        free_bytes = _free_memory_bytes() if self.compute_device == "cpu" else _free_device_bytes()
         fits = int(free_bytes * _KV_MEMORY_PART) // (token_bytes * self.instances)
         if fits < 1:
             raise ValueError(
@@ -153,6 +153,13 @@ def _free_memory_bytes() -> int:
     if limit and used and limit[0].isdigit():
         free = min(free, max(0, int(limit[0]) - int(used[0])))
     return free
+
+
+def _free_device_bytes() -> int:
+    """What is free on the current CUDA device, of which all instances of this process take their part."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def _lines(path: str) -> list[str]:

@@ -90,7 +90,11 @@ def start_processes(
 def start_threads(
     config: EngineConfig, model: ModelConfig, weights: SharedWeights, num_slots: Sequence[int], deliver: Deliver
 ) -> Executor:
-    """Start one thread an instance in this process: the same instances on the same weights, for tests and debugging."""
+    """Start one thread an instance in this process: the same instances on the same weights, for tests and debugging.
+
+    With device cuda all of them share the current device. Their threads work on its default stream, so that a copy
+    between two of them comes after what wrote it and before what reads it.
+    """
     import torch
 
     from loongserve.comm.local import LocalWorld

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from loongserve.runtime import config as config_module
 from loongserve.runtime import wire
@@ -77,6 +78,13 @@ def test_slots_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "_free_memory_bytes", lambda: 1000)
     with pytest.raises(ValueError, match="fewer instances"):
         cpu.slots_an_instance(MODEL)
+
+
+def test_slots_of_instances_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what the device has, not the host, in equal parts."""
+    monkeypatch.setattr(config_module, "_free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * 3 * 50 * TOKEN_BYTES, 1 << 40))
+    assert EngineConfig(device="cuda", instances=3).slots_an_instance(MODEL) == 50
 
 
 def test_free_memory_is_measured() -> None:
