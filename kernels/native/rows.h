@@ -28,6 +28,12 @@ const T* row_of(const LoongTensor& tensor, int64_t token, int64_t head) {
     return static_cast<const T*>(tensor.data) + token * tensor.stride_token + head * tensor.stride_head;
 }
 
+// Bring a row of this many elements near: rows of one head are too far apart for the machine to foresee.
+template <class T>
+void prefetch_row(const T* row, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch(row + i);
+}
+
 // The keys that query `a` of a sequence can see: those in first..last-1.
 inline void visible(const LoongShape& s, int64_t sequence, int64_t a, int64_t& first, int64_t& last) {
     first = 0, last = s.k_ends[sequence] - s.k_begins[sequence];

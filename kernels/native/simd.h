@@ -214,6 +214,15 @@ inline void widen_row(const T* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
 }
 template <>
+inline void widen_row<bf16>(const bf16* from, float* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        half_vec half = *reinterpret_cast<const unaligned_half_vec*>(from + i);
+        store(to + i, as_float(__builtin_convertvector(half, ivec) << 16));
+    }
+    for (; i < n; ++i) to[i] = widen(from[i]);
+}
+template <>
 inline void widen_row<f16>(const f16* from, float* to, int64_t n) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) store(to + i, widen_f16(*reinterpret_cast<const unaligned_half_vec*>(from + i)));

@@ -22,6 +22,8 @@ constexpr int64_t TILE_ROWS = 16 * ROWS;
 constexpr int64_t TILE_KEYS = 256;
 // A row of a buffer: not a power of two, so that rows fall into different sets of the cache.
 constexpr int64_t PITCH = TILE_KEYS + 16;
+// How far ahead rows to be packed are prefetched.
+constexpr int64_t PREFETCHED_KEYS = 16;
 // Keys that are packed at a time, and how many words of all heads and sequences.
 constexpr int64_t CHUNK_KEYS = 4096;
 constexpr int64_t BATCH_WORDS = 1 << 20;
@@ -245,6 +247,10 @@ private:
         for (int i = 0; i < 8; ++i) pointers[i] = rows[i];
         save(unit.sequence, unit.head, tile_begin, tile_begin + keys);
         for (int64_t key = 0; key < padded; key += 8) {
+            for (int64_t i = key + PREFETCHED_KEYS; i < std::min(key + PREFETCHED_KEYS + 8, keys); ++i) {
+                prefetch_row(row_of<T>(k_, slot(first + i), unit.head), s_.head_dim);
+                prefetch_row(row_of<T>(v_, slot(first + i), unit.head), s_.head_dim);
+            }
             for (int64_t i = 0; i < 8; ++i) {
                 if (key + i < keys) words_of<A>(row_of<T>(k_, slot(first + key + i), unit.head), rows[i], s_.head_dim);
                 else std::memset(rows[i], 0, words_ * 4);
@@ -256,29 +262,30 @@ private:
                 for (int64_t i = 0; i < 8; ++i) to[p * PANEL + i] = rows[i][p];
         }
         int64_t steps = padded / A::PER_WORD;
-        for (int64_t step = 0; step < steps; ++step) {
-            v_words(first, step, keys, unit.head, rows[0]);
+        for (int64_t step = 0; step < steps; ++step)
             for (int64_t column = 0; column < width_; column += PANEL) {
                 int64_t columns = std::min<int64_t>(PANEL, width_ - column);
-                std::memcpy(packed_v + column * steps + step * columns, rows[0] + column, columns * 4);
+                v_words(first, step, keys, unit.head, column, columns, packed_v + column * steps + step * columns);
             }
-        }
     }
 
     int64_t slot(int64_t key) const { return s_.slots == nullptr ? key : s_.slots[key]; }
 
-    // Words [width_] of the step'th key, or pair of keys, of V; 0 beyond the keys and beyond the head.
-    void v_words(int64_t first, int64_t step, int64_t keys, int64_t head, float* words) const {
-        for (int64_t d = s_.head_dim; d < width_; ++d) words[d] = 0;
+    // Columns of the step'th key, or pair of keys, of V; 0 beyond the keys and beyond the head.
+    void v_words(int64_t first, int64_t step, int64_t keys, int64_t head, int64_t column, int64_t columns,
+                 float* words) const {
+        int64_t present = A::PER_WORD * step < keys ? std::min(columns, s_.head_dim - column) : 0;
+        std::memset(words + present, 0, (columns - present) * 4);
+        if (present == 0) return;
+        const T* even = row_of<T>(v_, slot(first + A::PER_WORD * step), head) + column;
         if constexpr (A::PER_WORD == 1) {
-            if (step < keys) widen_row(row_of<T>(v_, slot(first + step), head), words, s_.head_dim);
-            else std::memset(words, 0, s_.head_dim * 4);
+            widen_row(even, words, present);
         } else {
-            static const bf16 zeros[256] = {};
-            const bf16* even = 2 * step < keys ? row_of<bf16>(v_, slot(first + 2 * step), head) : zeros;
-            const bf16* odd = 2 * step + 1 < keys ? row_of<bf16>(v_, slot(first + 2 * step + 1), head) : zeros;
+            static const bf16 zeros[PANEL] = {};
+            bool pair = 2 * step + 1 < keys;
+            const bf16* odd = pair ? row_of<bf16>(v_, slot(first + 2 * step + 1), head) + column : zeros;
             uint32_t* pairs = reinterpret_cast<uint32_t*>(words);
-            for (int64_t d = 0; d < s_.head_dim; ++d)
+            for (int64_t d = 0; d < present; ++d)
                 pairs[d] = even[d].bits | static_cast<uint32_t>(odd[d].bits) << 16;
         }
     }
@@ -299,15 +306,32 @@ private:
         if (tile_first >= tile_last) return;
         for (int64_t row = 0; row < rows; ++row) {
             int64_t query = (row_begin + row) / group_, head = unit.head * group_ + (row_begin + row) % group_;
+            prefetch_row(row_of<T>(q_, first_query + query, head), s_.head_dim);
+        }
+        for (int64_t row = 0; row < rows; ++row) {
+            int64_t query = (row_begin + row) / group_, head = unit.head * group_ + (row_begin + row) % group_;
             words_of<A>(row_of<T>(q_, first_query + query, head), t.q.get() + row * PITCH, s_.head_dim);
             t.row_max[row] = -INF, t.row_sum[row] = 0;
             std::memset(t.out.get() + row * PITCH, 0, width_ * 4);
         }
         int64_t begin = unit.begin + (tile_first - unit.begin) / TILE_KEYS * TILE_KEYS;
-        for (; begin < tile_last; begin += TILE_KEYS) attend_keys(unit, begin, rows, t);
+        for (; begin < tile_last; begin += TILE_KEYS) {
+            // Not all at the end, when there is nothing else to do.
+            if (begin + TILE_KEYS >= tile_last) prefetch_state(unit, row_begin, row_end);
+            attend_keys(unit, begin, rows, t);
+        }
         for (int64_t row = 0; row < rows; ++row) {
             int64_t query = (row_begin + row) / group_, head = unit.head * group_ + (row_begin + row) % group_;
             merge_row(state_, first_query + query, head, s_.head_dim, t.out.get() + row * PITCH, t.row_max[row], t.row_sum[row]);
+        }
+    }
+
+    void prefetch_state(const Unit& unit, int64_t row_begin, int64_t row_end) const {
+        for (int64_t row = row_begin; row < row_end; ++row) {
+            int64_t query = s_.q_begins[unit.sequence] + row / group_, head = unit.head * group_ + row % group_;
+            const float* out = state_.out + query * state_.stride_out_token + head * state_.stride_out_head;
+            prefetch_row(out, s_.head_dim);
+            prefetch(state_.lse + query * state_.stride_lse_token + head * state_.stride_lse_head);
         }
     }
 

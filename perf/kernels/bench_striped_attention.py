@@ -99,9 +99,11 @@ def test_ring_of_four_costs_what_one_pass_does(heads: tuple[int, int, int]) -> N
     q, k, v = make_qkv(RING_TOKENS, heads, torch.bfloat16)
     whole = make_step(([RING_TOKENS], [RING_TOKENS], [0]), q, k, v)
     count = RING_TOKENS // 4
+    # A member has its stripe in a row, and receives the others so.
+    stripes = [tuple(rows[member::4].contiguous() for rows in (q, k, v)) for member in range(4)]
     members = [
         [
-            make_step(([count], [count], [0 if peer <= member else -1]), q[member::4], k[peer::4], v[peer::4])
+            make_step(([count], [count], [0 if peer <= member else -1]), stripes[member][0], *stripes[peer][1:])
             for peer in range(4)
         ]
         for member in range(4)
