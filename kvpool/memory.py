@@ -31,7 +31,9 @@ def map_private(num_bytes: int) -> Tensor:
         [num_bytes] uint8; begins on a huge page's boundary if it is that long.
     """
     if num_bytes < HUGE_PAGE_BYTES:
-        return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+        return torch.frombuffer(
+            mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+        )
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel without transparent huge pages refuses the advice, which is no more than that.
     with suppress(OSError):
