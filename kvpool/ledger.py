@@ -284,8 +284,8 @@ class PlacementLedger:
         for move in self._moves.values():
             if move.request == request and begin < move.end and (end is None or move.begin < end):
                 raise LedgerError(
-                    f"request {request}: positions [{move.begin}, {move.end}) are on a move from instance {move.source} "
-                    f"to {move.target}: commit or cancel it first"
+                    f"request {request}: positions [{move.begin}, {move.end}) are on a move from instance "
+                    f"{move.source} to {move.target}: commit or cancel it first"
                 )
 
     def _check_disjoint(self, request: int, added: list[tuple[int, int, int]]) -> None:

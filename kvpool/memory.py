@@ -94,7 +94,9 @@ class CudaMemory:
 
     def __init__(self, num_bytes: int, ordinal: int = 0, driver: Any = None) -> None:
         if driver is None:
-            from cuda.bindings import driver
+            from cuda.bindings import driver as cuda_driver
+
+            driver = cuda_driver
         self._driver = driver
         self.address = 0
         _call(driver, "cuInit", 0)
