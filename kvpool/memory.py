@@ -97,13 +97,11 @@ class CudaMemory:
             from cuda.bindings import driver as cuda_driver
 
             driver = cuda_driver
-        self._driver = driver
-        self.address = 0
         _call(driver, "cuInit", 0)
-        self._device = _call(driver, "cuDeviceGet", ordinal)
+        device = _call(driver, "cuDeviceGet", ordinal)
         # The context that torch uses on this device.
-        context = _call(driver, "cuDevicePrimaryCtxRetain", self._device)
-        undo: list[tuple[str, tuple[Any, ...]]] = [("cuDevicePrimaryCtxRelease", (self._device,))]
+        context = _call(driver, "cuDevicePrimaryCtxRetain", device)
+        undo: list[tuple[str, tuple[Any, ...]]] = [("cuDevicePrimaryCtxRelease", (device,))]
         try:
             _call(driver, "cuCtxPushCurrent", context)
             undo.append(("cuCtxPopCurrent", ()))
@@ -136,8 +134,8 @@ class CudaMemory:
             raise
         self.address = int(address)
         self.num_bytes = size
-        # Also the interpreter's end runs it, once.
-        weakref.finalize(self, _release, driver, context, self._device, address, size)
+        # At the end of the process the driver gives back all by itself, when nothing runs any more.
+        weakref.finalize(self, _release, driver, context, device, address, size).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

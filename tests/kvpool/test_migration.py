@@ -155,7 +155,7 @@ def test_attention_over_migrated_slots_is_the_same(
     target.table.drop(2, 0, 14)
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1))
     before = attend_all(pair, 1, q)
-    for ranges, tolerance in (([(3, 9), (12, 13)], 1e-6), ([(0, 3), (9, 12), (13, 22)], 0.0)):
+    for ranges, tolerance in (([(3, 9), (12, 13)], 1e-5), ([(0, 3), (9, 12), (13, 22)], 0.0)):
         assert drive(source.sender(1, ranges, 1, 3), target.receiver(1, ranges, 0, 3)) == [Outcome.COMMITTED] * 2
         for holder in pair:
             holder.poison_foreign()
