@@ -87,11 +87,21 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(request=requests, begin=st.integers(0, 40), num_tokens=st.integers(0, 8), source=instances, to=instances)
     def begin_move(self, request: int, begin: int, num_tokens: int, source: int, to: int) -> None:
-        end = begin + num_tokens
+        self.try_to_move(request, begin, begin + num_tokens, source, to)
+
+    @rule(data=st.data(), to=instances)
+    def begin_move_of_what_is_there(self, data: st.DataObject, to: int) -> None:
+        placed = [(request, *piece) for request in self.ledger.requests() for piece in self.ledger.placement(request)]
+        if placed:
+            request, source, low, high = data.draw(st.sampled_from(placed))
+            begin = data.draw(st.integers(low, high - 1))
+            self.try_to_move(request, begin, data.draw(st.integers(begin + 1, high)), source, to)
+
+    def try_to_move(self, request: int, begin: int, end: int, source: int, to: int) -> None:
         legal = (
             all(self.model.get((request, position)) == source for position in range(begin, end))
             and source != to
-            and 0 < num_tokens <= self.free_on(to)
+            and 0 < end - begin <= self.free_on(to)
             and not self.on_a_move(request, begin, end)
         )
         if legal:

@@ -90,13 +90,24 @@ def test_tokens_arrive_and_pools_add_up(
     assert target.num_free == before - len(MOVED)
 
 
+@pytest.mark.parametrize("layout", ["runs", "scattered"])
 @pytest.mark.parametrize("how", ["source", "target", "both"])
-def test_giving_up_at_any_step(world: LocalWorld, make_holder: MakeHolder, how: str) -> None:
+def test_giving_up_at_any_step(
+    world: LocalWorld, make_holder: MakeHolder, scatter: Callable[..., None], how: str, layout: str
+) -> None:
     """Both sides agree, the tokens lie on just one of them, and the channel serves a next migration."""
     seen = set()
     for at in range(MAX_STEPS):
-        source, target = (make_holder(world.transport(rank)) for rank in range(2))
-        source.store(1, 0, 22)
+        source, target = (make_holder(world.transport(rank), 44) for rank in range(2))
+        if layout == "runs":
+            source.store(1, 0, 22)
+        else:
+            scatter(source, 1, 22)
+            # Of the target holes alone are left.
+            target.table.reserve(2, 0, 44)
+            for position in range(0, 44, 2):
+                target.table.drop(2, position, position + 1)
+        taken = target.table.tokens(2)
         sides = source.sender(1, RANGES, 1, 2), target.receiver(1, RANGES, 0, 2)
         for step in range(at):
             # Of a pair of steps sometimes the one comes first, sometimes the other.
@@ -112,7 +123,8 @@ def test_giving_up_at_any_step(world: LocalWorld, make_holder: MakeHolder, how: 
         assert source.held(1) == (set(range(22)) - target.held(1))
         for holder in (source, target):
             assert holder.is_whole(1, sorted(holder.held(1)))
-            assert holder.num_free == holder.num_slots - len(holder.held(1))
+            assert holder.num_free == 44 - len(holder.held(1)) - holder.table.tokens(2)
+        assert target.table.tokens(2) == taken
         assert drive(source.sender(1, [(5, 7)], 1), target.receiver(1, [(5, 7)], 0)) == [Outcome.COMMITTED] * 2
         assert target.is_whole(1, [5, 6])
     assert seen >= {Outcome.CANCELLED, Outcome.COMMITTED}

@@ -46,7 +46,9 @@ class Cluster:
 
     def store(self, rank: int, request: int, begin: int, end: int) -> None:
         self.ledger.place(request, [(rank, begin, end)])
-        self.holders[rank].store(request, begin, end)
+        # Backwards and one by one, so that most chunks are no runs.
+        for position in reversed(range(begin, end)):
+            self.holders[rank].store(request, position, position + 1)
 
     def start(self, request: int, begin: int, end: int, source: int, target: int, tokens: int = 2) -> Moving:
         move = self.ledger.begin_move(request, begin, end, source, target)

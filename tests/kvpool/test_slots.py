@@ -183,6 +183,27 @@ def test_a_request_fits_exactly_when_as_many_are_free(pattern: str) -> None:
         assert sorted(taken + rest) == sorted(freed.tolist())
 
 
+@pytest.mark.parametrize("count", [20, 70], ids=["few", "many"])
+def test_slots_that_come_back_to_full_blocks_are_found(count: int) -> None:
+    """Once blocks are known as full, by holes and by single slots, what comes back anywhere opens them again."""
+    num_slots = 100_000
+    allocator = SlotAllocator(num_slots)
+    slots = allocator.allocate(num_slots)
+    allocator.free(slots[::2])
+    for _ in range(num_slots // 2 // 5000):
+        allocator.allocate(5000)
+    with pytest.raises(OutOfSlots):
+        allocator.allocate(1)
+    for shift in range(4):
+        back = slots[shift * 300 :: num_slots // count][:count]
+        allocator.free(back)
+        assert allocator.num_free == count
+        if shift % 2:
+            assert sorted(allocator.allocate(count).tolist()) == back.tolist()
+        else:
+            assert sorted(int(allocator.allocate(1)) for _ in range(count)) == back.tolist()
+
+
 def test_slots_that_wait_to_be_handed_out_one_by_one_may_be_taken_otherwise() -> None:
     allocator = SlotAllocator(200)
     assert allocator.allocate(1).tolist() == [0]
@@ -201,10 +222,12 @@ def test_a_slot_in_long_use_keeps_its_references_beside_runs() -> None:
     allocator = SlotAllocator(5000)
     slots = allocator.allocate(5000)
     shared = slots[::7]
-    allocator.retain(shared)
+    allocator.retain(torch.cat([shared, shared]))
     allocator.free(slots)
     assert allocator.num_free == 5000 - shared.numel()
     allocator.free(allocator.allocate(allocator.num_free))
+    allocator.free(shared)
+    assert allocator.num_free == 5000 - shared.numel()
     allocator.free(shared)
     assert allocator.num_free == 5000
     with pytest.raises(ValueError, match="double free"):
