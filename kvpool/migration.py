@@ -23,7 +23,9 @@ both sides (`MigrationQueue` sees to that), and iterations use another channel. 
 independent. Any transport does: nothing is posted here that waits for a post of ours that comes later.
 
 Threads. Making a side, and `settle`, change the slot table and belong to the thread that owns it; `step` and `run` only
-move bytes, and may be called from a thread of their own; `abort` may be called from any thread.
+move bytes, and may be called from a thread of their own; `abort` may be called from any thread. On a CUDA device gather
+and scatter run on the current stream of the thread that steps: it must be the one that the transport orders its
+transfers by, and who reads the slots after `settle` must come after it.
 """
 
 import threading
@@ -114,11 +116,6 @@ class Migration(ABC):
         self._abort = threading.Event()
         self._settled = False
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended and `settle` can be called."""
-        return self.outcome is not None
-
     def step(self) -> bool:
         """Do what can be done without waiting for the peer.
 
@@ -126,8 +123,11 @@ class Migration(ABC):
             Whether the migration has ended.
 
         Raises:
-            TransportError: As `Handle.wait` raises, once: it has ended then.
-            MigrationError: A message is not of this migration; it has ended then.
+            PeerLost: The peer is lost; it has ended then. This and the following are raised once.
+            TransportClosed: This end was closed or aborted; likewise.
+            TransportError: Another failure, as a `MessageMismatch`; likewise, but what was posted may still be received:
+                abort the transport before `settle`, which gives slots back.
+            MigrationError: A message is not of this migration; likewise.
         """
         if self.outcome is None:
             try:

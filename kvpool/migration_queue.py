@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from loongserve.comm.transport import TransportError
-from loongserve.kvpool.migration import Migration, MigrationError
+from loongserve.comm.transport import PeerLost, TransportClosed
+from loongserve.kvpool.migration import Migration
 
 
 class MigrationQueue:
@@ -31,7 +31,12 @@ class MigrationQueue:
         """Step the first migration of each peer, and settle those that end.
 
         Returns:
-            Those that have ended, settled; an error that one met is not raised, but its ``error``.
+            Those that have ended, settled. A lost peer or a closed transport is not raised, but is their ``error``.
+
+        Raises:
+            TransportError: The two sides do not fit together. Nothing is given back yet, because messages may still
+                come in: abort the transport, and step once more.
+            MigrationError: Likewise.
         """
         ended: list[Migration] = []
         for peer, waiting in list(self._waiting.items()):
@@ -39,7 +44,7 @@ class MigrationQueue:
                 first = waiting[0]
                 try:
                     done = first.step()
-                except (TransportError, MigrationError):
+                except (PeerLost, TransportClosed):
                     done = True
                 if not done:
                     break

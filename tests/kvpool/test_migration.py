@@ -446,3 +446,17 @@ def test_a_queue_outlives_a_lost_peer(world: LocalWorld, make_holder: MakeHolder
     assert all(isinstance(m.error, PeerLost) for m in ended)
     assert source.is_whole(1, range(20))
     assert source.num_free == 20
+
+
+def test_a_queue_gives_nothing_back_while_messages_may_come(pair: tuple[Any, Any], world: LocalWorld) -> None:
+    _, target = pair
+    queue = MigrationQueue()
+    queue.add(target.receiver(1, RANGES, 0))
+    assert queue.step() == []
+    world.transport(0).post([Send(torch.tensor([70, 1]), 1)], channel=1)
+    with pytest.raises(MigrationError):
+        queue.step()
+    assert (len(queue), target.num_free) == (1, target.num_slots - len(MOVED))
+    world.transport(1).abort()
+    assert [m.outcome for m in queue.step()] == [Outcome.LOST]
+    assert target.num_free == target.num_slots
