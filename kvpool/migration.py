@@ -125,7 +125,7 @@ class Migration(ABC):
         Raises:
             PeerLost: The peer is lost; it has ended then. This and the following are raised once.
             TransportClosed: This end was closed or aborted; likewise.
-            TransportError: Another failure, as a `MessageMismatch`; likewise, but what was posted may still be received:
+            TransportError: Another failure, as `MessageMismatch`; likewise, but what was posted may still be received:
                 abort the transport before `settle`, which gives slots back.
             MigrationError: A message is not of this migration; likewise.
         """
