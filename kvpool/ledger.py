@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 # ((instance, begin, end), ...): positions begin..end-1 of one request lie on that instance.
 Placement = tuple[tuple[int, int, int], ...]
@@ -20,6 +21,23 @@ class InstanceFull(LedgerError):
         self.instance = instance
         self.asked = asked
         self.free = free
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Positions [begin, end) of a request on their way: they lie at the source, and slots at the target wait."""
+
+    number: int
+    request: int
+    begin: int
+    end: int
+    source: int
+    target: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that move."""
+        return self.end - self.begin
 
 
 class PlacementLedger:
@@ -43,6 +61,9 @@ class PlacementLedger:
         self._ranges: dict[int, list[tuple[int, int, int]]] = {}
         # instance -> request -> tokens there
         self._tokens: dict[int, dict[int, int]] = {instance: {} for instance in capacities}
+        # Open moves, by number.
+        self._moves: dict[int, Move] = {}
+        self._num_moves = 0
 
     @property
     def instances(self) -> tuple[int, ...]:
@@ -59,12 +80,21 @@ class PlacementLedger:
         return self._capacities[self._known(instance)]
 
     def free_slots(self, instance: int) -> int:
-        """Slots of an instance that hold nothing. Raises: LedgerError when it is unknown."""
+        """Slots of an instance that hold nothing and wait for nothing. Raises: LedgerError when it is unknown."""
         return self._free[self._known(instance)]
 
     def used_slots(self, instance: int) -> int:
         """Slots of an instance that hold KV. Raises: LedgerError when it is unknown."""
-        return self._capacities[self._known(instance)] - self._free[instance]
+        return self._capacities[self._known(instance)] - self._free[instance] - self.reserved_slots(instance)
+
+    def reserved_slots(self, instance: int) -> int:
+        """Slots of an instance that wait for the tokens of open moves. Raises: LedgerError when it is unknown."""
+        self._known(instance)
+        return sum(move.num_tokens for move in self._moves.values() if move.target == instance)
+
+    def moves(self) -> tuple[Move, ...]:
+        """All open moves, oldest first."""
+        return tuple(self._moves.values())
 
     def requests(self) -> tuple[int, ...]:
         """All requests with KV, ascending."""
@@ -133,7 +163,11 @@ class PlacementLedger:
 
         Returns:
             The instances that held it; empty for an unknown request.
+
+        Raises:
+            LedgerError: Some of it is on a move: commit or cancel that first.
         """
+        self._check_at_rest(request, 0, None)
         holders = self.holders(request)
         for instance in holders:
             self._free[instance] += self._tokens[instance].pop(request)
@@ -145,21 +179,49 @@ class PlacementLedger:
 
         Raises:
             InstanceFull: ``target`` has too few free slots.
-            LedgerError: An unknown instance, or some of the positions do not lie on ``source``.
+            LedgerError: An unknown instance, some of the positions do not lie on ``source``, or are on a move.
         """
-        self._known(source)
-        self._known(target)
-        for instance, low, high in self._cut(request, begin, end):
-            if instance != source:
-                raise LedgerError(
-                    f"request {request}: positions [{low}, {high}) lie on instance {instance}, not on {source}"
-                )
+        self._check_source(request, begin, end, source, target)
         if begin == end or source == target:
             return
         if end - begin > self._free[target]:
             raise InstanceFull(target, end - begin, self._free[target])
         self._remove(request, begin, end)
         self._insert(request, (target, begin, end))
+
+    def begin_move(self, request: int, begin: int, end: int, source: int, target: int) -> Move:
+        """Reserve slots on ``target`` for positions [begin, end), all on ``source``, where they still lie.
+
+        The request may grow meanwhile; it can be freed, and these positions moved otherwise, only after the move.
+
+        Raises:
+            InstanceFull: ``target`` has too few free slots.
+            LedgerError: An unknown instance, the range is empty, source and target are one, or some of the positions do
+                not lie on ``source`` or are on a move.
+        """
+        self._check_source(request, begin, end, source, target)
+        if begin == end or source == target:
+            raise LedgerError(
+                f"request {request}: positions [{begin}, {end}) cannot go from instance {source} to {target}: at least "
+                "one position and two instances are needed"
+            )
+        if end - begin > self._free[target]:
+            raise InstanceFull(target, end - begin, self._free[target])
+        self._num_moves += 1
+        move = Move(self._num_moves, request, begin, end, source, target)
+        self._moves[move.number] = move
+        self._free[target] -= move.num_tokens
+        return move
+
+    def commit_move(self, move: Move) -> None:
+        """Let the positions lie on the target, and free their slots on the source. Raises: LedgerError if not open."""
+        self._close(move)
+        self._remove(move.request, move.begin, move.end)
+        self._insert(move.request, (move.target, move.begin, move.end))
+
+    def cancel_move(self, move: Move) -> None:
+        """Let the positions stay, and free what was reserved on the target. Raises: LedgerError if not open."""
+        self._close(move)
 
     def check(self) -> None:
         """Recount everything. Raises: LedgerError naming the first account that does not add up."""
@@ -185,15 +247,46 @@ class PlacementLedger:
             stray = set(self._tokens[instance]) - set(self._ranges)
             if stray:
                 raise LedgerError(f"instance {instance} has tokens of unknown requests {sorted(stray)}")
-            if self._free[instance] != num_slots - used[instance] or self._free[instance] < 0:
+            reserved = self.reserved_slots(instance)
+            if self._free[instance] != num_slots - used[instance] - reserved or self._free[instance] < 0:
                 raise LedgerError(
-                    f"instance {instance}: {used[instance]} of {num_slots} slots used, {self._free[instance]} free"
+                    f"instance {instance}: {used[instance]} of {num_slots} slots used, {reserved} reserved, "
+                    f"{self._free[instance]} free"
                 )
+        for move in self._moves.values():
+            if any(instance != move.source for instance, _, _ in self._cut(move.request, move.begin, move.end)):
+                raise LedgerError(f"{move}: not all of it lies on its source")
 
     def _known(self, instance: int) -> int:
         if instance not in self._capacities:
             raise LedgerError(f"unknown instance {instance}: there are {list(self.instances)}")
         return instance
+
+    def _close(self, move: Move) -> None:
+        if self._moves.get(move.number) != move:
+            raise LedgerError(f"{move} is not open: it was committed or cancelled, or is of another ledger")
+        del self._moves[move.number]
+        self._free[move.target] += move.num_tokens
+
+    def _check_source(self, request: int, begin: int, end: int, source: int, target: int) -> None:
+        """Check that positions lie on ``source``, at rest."""
+        self._known(source)
+        self._known(target)
+        for instance, low, high in self._cut(request, begin, end):
+            if instance != source:
+                raise LedgerError(
+                    f"request {request}: positions [{low}, {high}) lie on instance {instance}, not on {source}"
+                )
+        self._check_at_rest(request, begin, end)
+
+    def _check_at_rest(self, request: int, begin: int, end: int | None) -> None:
+        """Check that no position from ``begin`` to before ``end`` (None: to the last) is on a move."""
+        for move in self._moves.values():
+            if move.request == request and begin < move.end and (end is None or move.begin < end):
+                raise LedgerError(
+                    f"request {request}: positions [{move.begin}, {move.end}) are on a move from instance "
+                    f"{move.source} to {move.target}: commit or cancel it first"
+                )
 
     def _check_disjoint(self, request: int, added: list[tuple[int, int, int]]) -> None:
         ranges = self._ranges.get(request, [])

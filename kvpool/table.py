@@ -12,6 +12,9 @@ from torch import Tensor
 
 from loongserve.kvpool.slots import SlotAllocator
 
+# Fewer slots than this are faster copied one by one than by a call of torch.
+_FEW = 16
+
 
 class MissingSlots(KeyError):
     """Positions [begin, end) of a request are asked for, but not held here."""
@@ -29,23 +32,29 @@ class MissingSlots(KeyError):
 class _Chunk:
     """Slots of positions [begin, end); ``buffer`` may have room for more at its end."""
 
-    __slots__ = ("begin", "buffer", "end")
+    __slots__ = ("begin", "buffer", "end", "room")
 
     def __init__(self, begin: int, slots: Tensor) -> None:
         self.begin = begin
         self.end = begin + slots.numel()
         self.buffer = slots
+        # The memory of ``buffer`` as integers, for appending single tokens; None: it is somebody else's.
+        self.room: memoryview | None = None
 
     def append(self, slots: Tensor) -> None:
         """Add the slots of the positions from ``end`` on."""
-        held = self.end - self.begin
-        needed = held + slots.numel()
-        if needed > self.buffer.numel():
-            buffer = torch.empty(max(needed, 2 * held, 16), dtype=torch.int64)
+        held, added = self.end - self.begin, slots.numel()
+        if self.room is None or held + added > len(self.room):
+            memory = bytearray(8 * max(held + added, 2 * held, 16))
+            buffer = torch.frombuffer(memory, dtype=torch.int64)
             buffer[:held] = self.buffer[:held]
-            self.buffer = buffer
-        self.buffer[held:needed] = slots
-        self.end = self.begin + needed
+            self.buffer, self.room = buffer, memoryview(memory).cast("q")
+        if added < _FEW:
+            for index, slot in enumerate(slots.tolist(), held):
+                self.room[index] = slot
+        else:
+            self.buffer[held : held + added] = slots
+        self.end += added
 
     def view(self, begin: int, end: int) -> Tensor:
         """Slots of positions [begin, end), which lie in this chunk."""
@@ -60,6 +69,11 @@ class SlotTable:
         # Chunks of a request, by begin.
         self._chunks: dict[int, list[_Chunk]] = {}
 
+    @property
+    def allocator(self) -> SlotAllocator:
+        """Where the slots come from."""
+        return self._allocator
+
     def reserve(self, request: int, begin: int, end: int) -> Tensor:
         """Take slots for positions [begin, end) of a request, none of which it holds yet.
 
@@ -72,25 +86,24 @@ class SlotTable:
             OutOfSlots: Too few are free; nothing changes.
             ValueError: The range is not one, or overlaps what is held; nothing changes.
         """
-        _check_range(begin, end)
-        chunks = self._chunks.get(request, [])
-        after = bisect_right(chunks, begin, key=lambda chunk: chunk.begin)
-        before = chunks[after - 1] if after else None
-        for near in (before, chunks[after] if after < len(chunks) else None):
-            if near is not None and begin < end and near.begin < end and begin < near.end:
-                raise ValueError(
-                    f"cannot reserve positions [{begin}, {end}) of request {request}: it already holds "
-                    f"[{near.begin}, {near.end})"
-                )
+        self._check_unheld(request, begin, end)
         slots = self._allocator.allocate(end - begin)
-        if begin == end:
-            return slots
-        if before is not None and before.end == begin:
-            before.append(slots)
-        else:
-            chunks.insert(after, _Chunk(begin, slots))
-            self._chunks[request] = chunks
+        self._insert(request, begin, slots)
         return slots
+
+    def adopt(self, request: int, begin: int, slots: Tensor) -> None:
+        """Put slots that the caller has of the same allocator to positions from ``begin`` on; they are the table's now.
+
+        Args:
+            request: May be new.
+            begin: First position.
+            slots: [n] int64, in position order. Do not write to them any more.
+
+        Raises:
+            ValueError: Some of the positions are held; nothing changes, and the slots stay the caller's.
+        """
+        self._check_unheld(request, begin, begin + slots.numel())
+        self._insert(request, begin, slots)
 
     def slots(self, request: int, begin: int, end: int) -> Tensor:
         """Look up the slots of positions [begin, end).
@@ -105,6 +118,9 @@ class SlotTable:
         _check_range(begin, end)
         if begin == end:
             return torch.empty(0, dtype=torch.int64)
+        chunks = self._chunks.get(request)
+        if chunks and chunks[-1].begin <= begin and end <= chunks[-1].end:
+            return chunks[-1].view(begin, end)
         parts = [chunk.view(low, high) for chunk, low, high in self._pieces(request, begin, end)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -164,10 +180,46 @@ class SlotTable:
         else:
             del self._chunks[request]
 
+    def holds_any(self, request: int, begin: int, end: int) -> bool:
+        """Say whether the request holds any of positions [begin, end)."""
+        return self._near(request, begin, end) is not None
+
+    def _near(self, request: int, begin: int, end: int) -> _Chunk | None:
+        """Find a chunk that overlaps [begin, end)."""
+        chunks = self._chunks.get(request)
+        # Decode comes after all that is there.
+        if not chunks or begin >= chunks[-1].end or begin == end:
+            return None
+        after = bisect_right(chunks, begin, key=_begin)
+        for chunk in chunks[max(after - 1, 0) : after + 1]:
+            if chunk.begin < end and begin < chunk.end:
+                return chunk
+        return None
+
+    def _check_unheld(self, request: int, begin: int, end: int) -> None:
+        _check_range(begin, end)
+        near = self._near(request, begin, end)
+        if near is not None:
+            raise ValueError(
+                f"cannot reserve positions [{begin}, {end}) of request {request}: it already holds "
+                f"[{near.begin}, {near.end})"
+            )
+
+    def _insert(self, request: int, begin: int, slots: Tensor) -> None:
+        """Add slots to positions that are not held."""
+        if slots.numel() == 0:
+            return
+        chunks = self._chunks.setdefault(request, [])
+        after = len(chunks) if not chunks or begin >= chunks[-1].end else bisect_right(chunks, begin, key=_begin)
+        if after and chunks[after - 1].end == begin:
+            chunks[after - 1].append(slots)
+        else:
+            chunks.insert(after, _Chunk(begin, slots))
+
     def _pieces(self, request: int, begin: int, end: int) -> Iterator[tuple[_Chunk, int, int]]:
         """Walk the chunks that cover [begin, end) without a gap."""
         chunks = self._chunks.get(request, [])
-        index = bisect_right(chunks, begin, key=lambda chunk: chunk.begin) - 1
+        index = bisect_right(chunks, begin, key=_begin) - 1
         position = begin
         while position < end:
             chunk = chunks[index] if 0 <= index < len(chunks) else None
@@ -183,3 +235,7 @@ class SlotTable:
 def _check_range(begin: int, end: int) -> None:
     if not 0 <= begin <= end:
         raise ValueError(f"positions [{begin}, {end}) are not a range: 0 <= begin <= end is required")
+
+
+def _begin(chunk: _Chunk) -> int:
+    return chunk.begin

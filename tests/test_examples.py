@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
         "ring_exchange",
         "query_exchange",
         "kv_pool",
+        "kv_migration",
         "policy",
     ],
 )

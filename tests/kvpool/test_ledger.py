@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loongserve.kvpool.ledger import InstanceFull, LedgerError, PlacementLedger
+from loongserve.kvpool.ledger import InstanceFull, LedgerError, Move, PlacementLedger
 
 CAPACITIES = {0: 10, 1: 40, 5: 25}
 requests = st.integers(0, 3)
@@ -26,9 +26,19 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = PlacementLedger(CAPACITIES)
         self.model: dict[tuple[int, int], int] = {}
+        self.moves: list[Move] = []
+
+    def reserved_on(self, instance: int) -> int:
+        return sum(move.end - move.begin for move in self.moves if move.target == instance)
+
+    def used_on(self, instance: int) -> int:
+        return sum(holder == instance for holder in self.model.values())
 
     def free_on(self, instance: int) -> int:
-        return CAPACITIES[instance] - sum(holder == instance for holder in self.model.values())
+        return CAPACITIES[instance] - self.used_on(instance) - self.reserved_on(instance)
+
+    def on_a_move(self, request: int, begin: int, end: int) -> bool:
+        return any(m.request == request and m.begin < end and begin < m.end for m in self.moves)
 
     @rule(request=requests, placement=st.lists(pieces, max_size=3))
     def place(self, request: int, placement: list[tuple[int, int, int]]) -> None:
@@ -55,6 +65,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(request=requests)
     def free(self, request: int) -> None:
         held = [key for key in self.model if key[0] == request]
+        if self.on_a_move(request, 0, 1000):
+            with pytest.raises(LedgerError, match="are on a move"):
+                self.ledger.free(request)
+            return
         assert self.ledger.free(request) == {self.model[key] for key in held}
         for key in held:
             del self.model[key]
@@ -63,12 +77,50 @@ class LedgerMachine(RuleBasedStateMachine):
     def move(self, request: int, begin: int, num_tokens: int, source: int, to: int) -> None:
         wanted = [(request, position) for position in range(begin, begin + num_tokens)]
         fits = source == to or num_tokens <= self.free_on(to)
-        if all(self.model.get(key) == source for key in wanted) and fits:
+        at_rest = not self.on_a_move(request, begin, begin + num_tokens)
+        if all(self.model.get(key) == source for key in wanted) and fits and at_rest:
             self.ledger.move(request, begin, begin + num_tokens, source, to)
             self.model.update(dict.fromkeys(wanted, to))
         else:
             with pytest.raises(LedgerError):
                 self.ledger.move(request, begin, begin + num_tokens, source, to)
+
+    @rule(request=requests, begin=st.integers(0, 40), num_tokens=st.integers(0, 8), source=instances, to=instances)
+    def begin_move(self, request: int, begin: int, num_tokens: int, source: int, to: int) -> None:
+        self.try_to_move(request, begin, begin + num_tokens, source, to)
+
+    @rule(data=st.data(), to=instances)
+    def begin_move_of_what_is_there(self, data: st.DataObject, to: int) -> None:
+        placed = [(request, *piece) for request in self.ledger.requests() for piece in self.ledger.placement(request)]
+        if placed:
+            request, source, low, high = data.draw(st.sampled_from(placed))
+            begin = data.draw(st.integers(low, high - 1))
+            self.try_to_move(request, begin, data.draw(st.integers(begin + 1, high)), source, to)
+
+    def try_to_move(self, request: int, begin: int, end: int, source: int, to: int) -> None:
+        legal = (
+            all(self.model.get((request, position)) == source for position in range(begin, end))
+            and source != to
+            and 0 < end - begin <= self.free_on(to)
+            and not self.on_a_move(request, begin, end)
+        )
+        if legal:
+            self.moves.append(self.ledger.begin_move(request, begin, end, source, to))
+        else:
+            with pytest.raises(LedgerError):
+                self.ledger.begin_move(request, begin, end, source, to)
+        assert self.ledger.moves() == tuple(self.moves)
+
+    @precondition(lambda self: self.moves)
+    @rule(data=st.data(), commits=st.booleans())
+    def end_move(self, data: st.DataObject, commits: bool) -> None:
+        move = self.moves.pop(data.draw(st.integers(0, len(self.moves) - 1)))
+        (self.ledger.commit_move if commits else self.ledger.cancel_move)(move)
+        if commits:
+            self.model.update({(move.request, p): move.target for p in range(move.begin, move.end)})
+        for call in (self.ledger.commit_move, self.ledger.cancel_move):
+            with pytest.raises(LedgerError, match="is not open"):
+                call(move)
 
     @rule(request=requests, end=st.integers(0, 48))
     def resident(self, request: int, end: int) -> None:
@@ -84,10 +136,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check()
         for instance in CAPACITIES:
             assert self.ledger.free_slots(instance) == self.free_on(instance)
-            assert self.ledger.used_slots(instance) == CAPACITIES[instance] - self.free_on(instance)
+            assert self.ledger.used_slots(instance) == self.used_on(instance)
+            assert self.ledger.reserved_slots(instance) == self.reserved_on(instance)
             on = {owner for (owner, _), holder in self.model.items() if holder == instance}
             assert self.ledger.requests_on(instance) == tuple(sorted(on))
-        assert self.ledger.total_free == sum(CAPACITIES.values()) - len(self.model)
+        assert self.ledger.total_free == sum(self.free_on(instance) for instance in CAPACITIES)
         for request in range(4):
             held = {position: i for (owner, position), i in self.model.items() if owner == request}
             placement = self.ledger.placement(request)
@@ -100,6 +153,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert all(self.ledger.holder_of(request, p) == i for p, i in held.items())
 
     def teardown(self) -> None:
+        for move in self.moves:
+            self.ledger.cancel_move(move)
         for request in range(4):
             self.ledger.free(request)
         self.ledger.check()
@@ -134,6 +189,17 @@ def test_a_moved_middle_splits_and_heals() -> None:
     assert ledger.holder_of(1, 5) == 1
     ledger.move(1, 4, 6, 1, 0)
     assert ledger.placement(1) == ((0, 0, 10),)
+
+
+def test_a_request_grows_while_it_moves() -> None:
+    ledger = PlacementLedger({0: 20, 1: 20})
+    ledger.place(1, ((0, 0, 10),))
+    move = ledger.begin_move(1, 0, 10, 0, 1)
+    assert (ledger.free_slots(0), ledger.free_slots(1), ledger.placement(1)) == (10, 10, ((0, 0, 10),))
+    ledger.place(1, ((0, 10, 12),))
+    ledger.commit_move(move)
+    assert ledger.placement(1) == ((1, 0, 10), (0, 10, 12))
+    assert (ledger.free_slots(0), ledger.free_slots(1)) == (18, 10)
 
 
 def test_unknown_instances_are_refused() -> None:

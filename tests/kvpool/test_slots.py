@@ -16,7 +16,7 @@ def num_runs(slots: torch.Tensor) -> int:
 class AllocatorMachine(RuleBasedStateMachine):
     """Any sequence of operations agrees with a dict of counts and ends with every slot free."""
 
-    @initialize(num_slots=st.sampled_from([0, 1, 7, 64, 100, 300]))
+    @initialize(num_slots=st.sampled_from([0, 1, 7, 64, 100, 300, 3000]))
     def start(self, num_slots: int) -> None:
         self.allocator = SlotAllocator(num_slots)
         self.counts = dict.fromkeys(range(num_slots), 0)
@@ -25,7 +25,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free_count(self) -> int:
         return sum(count == 0 for count in self.counts.values())
 
-    @rule(num_slots=st.one_of(st.integers(0, 5), st.integers(MIN_RUN_SLOTS - 2, 80)))
+    @rule(num_slots=st.one_of(st.integers(0, 5), st.integers(MIN_RUN_SLOTS - 2, 80), st.integers(900, 2500)))
     def allocate(self, num_slots: int) -> None:
         free = self.free_count()
         if num_slots > free:
@@ -146,6 +146,108 @@ def test_a_fully_fragmented_pool_gives_every_slot() -> None:
     slots = allocator.allocate(10_000)
     allocator.free(slots[::2])
     assert sorted(allocator.allocate(5000).tolist()) == list(range(0, 10_000, 2))
+
+
+@pytest.mark.parametrize("pattern", ["every-other", "random-30-percent", "last-few", "blocks-of-16"])
+def test_a_request_fits_exactly_when_as_many_are_free(pattern: str) -> None:
+    """Over several blocks, freed in random order: all sizes up to what is free succeed, one more never."""
+    generator = torch.Generator().manual_seed(1)
+    num_slots = 20_000
+    order = torch.randperm(num_slots, generator=generator)
+    freed = {
+        "every-other": order[order % 2 == 0],
+        "random-30-percent": order[: num_slots * 3 // 10],
+        "last-few": order[order > num_slots - 100],
+        "blocks-of-16": order[order % 32 < 16],
+    }[pattern]
+    num_free = freed.numel()
+    for size in (1, 2, 15, 16, 63, 64, 100, num_free - 1, num_free):
+        if size > num_free:
+            continue
+        allocator = SlotAllocator(num_slots)
+        allocator.allocate(num_slots)
+        for part in freed.split(70):
+            allocator.free(part)
+        taken: list[int] = []
+        while allocator.num_free >= size:
+            slots = allocator.allocate(size)
+            assert slots.numel() == size
+            taken += slots.tolist()
+            if len(taken) > 2000:
+                break
+        assert len(set(taken)) == len(taken) == num_free - allocator.num_free
+        assert set(taken) <= set(freed.tolist())
+        with pytest.raises(OutOfSlots):
+            allocator.allocate(allocator.num_free + 1)
+        rest = allocator.allocate(allocator.num_free).tolist()
+        assert sorted(taken + rest) == sorted(freed.tolist())
+
+
+@pytest.mark.parametrize("count", [20, 70], ids=["few", "many"])
+def test_slots_that_come_back_to_full_blocks_are_found(count: int) -> None:
+    """Once blocks are known as full, by holes and by single slots, what comes back anywhere opens them again."""
+    num_slots = 100_000
+    allocator = SlotAllocator(num_slots)
+    slots = allocator.allocate(num_slots)
+    allocator.free(slots[::2])
+    for _ in range(num_slots // 2 // 5000):
+        allocator.allocate(5000)
+    with pytest.raises(OutOfSlots):
+        allocator.allocate(1)
+    for shift in range(4):
+        back = slots[shift * 300 :: num_slots // count][:count]
+        allocator.free(back)
+        assert allocator.num_free == count
+        if shift % 2:
+            assert sorted(allocator.allocate(count).tolist()) == back.tolist()
+        else:
+            assert sorted(int(allocator.allocate(1)) for _ in range(count)) == back.tolist()
+
+
+def test_slots_that_wait_to_be_handed_out_one_by_one_may_be_taken_otherwise() -> None:
+    allocator = SlotAllocator(200)
+    assert allocator.allocate(1).tolist() == [0]
+    everything = allocator.allocate(199)
+    with pytest.raises(OutOfSlots):
+        allocator.allocate(1)
+    allocator.free(everything[5:6])
+    assert allocator.allocate(1).tolist() == [6]
+    allocator.free(everything[:100])
+    singles = [int(allocator.allocate(1)) for _ in range(100)]
+    assert sorted(singles) == list(range(1, 101))
+
+
+def test_a_slot_in_long_use_keeps_its_references_beside_runs() -> None:
+    """A run and holes are taken around shared slots without touching their counts."""
+    allocator = SlotAllocator(5000)
+    slots = allocator.allocate(5000)
+    shared = slots[::7]
+    allocator.retain(torch.cat([shared, shared]))
+    allocator.free(slots)
+    assert allocator.num_free == 5000 - shared.numel()
+    allocator.free(allocator.allocate(allocator.num_free))
+    allocator.free(shared)
+    assert allocator.num_free == 5000 - shared.numel()
+    allocator.free(shared)
+    assert allocator.num_free == 5000
+    with pytest.raises(ValueError, match="double free"):
+        allocator.free(shared)
+
+
+@pytest.mark.parametrize("count", [3, 100], ids=["few", "many"])
+def test_a_double_free_in_the_midst_changes_nothing(count: int) -> None:
+    allocator = SlotAllocator(1000)
+    slots = allocator.allocate(count)
+    other = allocator.allocate(1)
+    allocator.free(other)
+    for wrong in (torch.cat([slots, other]), torch.cat([slots, slots[1:2]])):
+        with pytest.raises(ValueError, match=rf"double free of slots \[{int(wrong[-1])}\]"):
+            allocator.free(wrong)
+        assert allocator.num_free == 1000 - count
+    with pytest.raises(ValueError, match=r"\[0, 1000\), got 0 .. 1000"):
+        allocator.free(torch.cat([slots, torch.tensor([1000])]))
+    allocator.free(slots)
+    assert allocator.num_free == 1000
 
 
 @pytest.mark.parametrize(

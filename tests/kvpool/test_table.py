@@ -65,6 +65,22 @@ class TableMachine(RuleBasedStateMachine):
         assert view.tolist() == expected
         self.views.append((request, begin, view, expected))
 
+    @rule(request=requests, begin=positions, num_tokens=st.integers(0, 20))
+    def adopt(self, request: int, begin: int, num_tokens: int) -> None:
+        wanted = [(request, position) for position in range(begin, begin + num_tokens)]
+        held = any(key in self.model for key in wanted)
+        assert self.table.holds_any(request, begin, begin + num_tokens) == held
+        if num_tokens > NUM_SLOTS - len(self.model):
+            return
+        slots = self.allocator.allocate(num_tokens)
+        if held:
+            with pytest.raises(ValueError, match="already holds"):
+                self.table.adopt(request, begin, slots)
+            self.allocator.free(slots)
+        else:
+            self.table.adopt(request, begin, slots)
+            self.model.update(zip(wanted, slots.tolist(), strict=True))
+
     @rule(request=requests)
     def free(self, request: int) -> None:
         held = self.held(request)
