@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?=
 
-.PHONY: demo serve test exact check format perf proto clean help
+.PHONY: demo serve test exact check format perf kernels-report proto clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make exact   the full exactness suite over real processes"
 	@echo "make check   ruff and mypy"
 	@echo "make perf    benchmarks, each a ratio against a baseline of the same run"
+	@echo "make kernels-report  compile every Triton kernel in every form for every GPU, and write docs/kernels-report.md"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"loongserve needs Python 3.11 or newer, $(PYTHON) is {v.major}.{v.minor}: call make PYTHON=python3.11 ...")'
@@ -47,6 +48,10 @@ format: $(READY)
 
 perf: $(READY)
 	$(BIN)/python -m pytest perf --benchmark-only -p no:cacheprovider
+
+# Some twenty minutes on two cores, and seconds where nothing has changed: answers are kept in build/.
+kernels-report: $(READY)
+	$(BIN)/python perf/kernels/compile_report.py
 
 # With the oldest generator that we support: generated code refuses to run with older libraries than its generator's.
 PROTOC := build/protoc

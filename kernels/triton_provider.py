@@ -11,8 +11,10 @@ from loongserve.kernels.triton_elementwise import (
     silu_and_mul,
 )
 from loongserve.kernels.triton_merge import finalize, merge_many, merge_rows, merge_states
-from loongserve.kernels.triton_paged import paged_attention, plan_paged_attention
-from loongserve.kernels.triton_striped import plan_positional_attention, plan_striped_attention, striped_attention
+from loongserve.kernels.triton_paged import paged_attention
+from loongserve.kernels.triton_paged_plan import plan_paged_attention
+from loongserve.kernels.triton_striped import striped_attention
+from loongserve.kernels.triton_striped_plan import plan_positional_attention, plan_striped_attention
 
 __all__ = [
     "apply_rope",

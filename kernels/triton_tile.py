@@ -86,6 +86,32 @@ def load_rows(pointers, row_mask, MASK_ROWS: tl.constexpr, column_mask, MASK_COL
 
 
 @triton.jit
+def load_queries(q, offsets, row_mask, HEAD_DIM: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
+    """Load a tile of query rows in two parts; without a tail the first stands in for it."""
+    main = tl.arange(0, D_MAIN)
+    # [BLOCK_M, D_MAIN]
+    q_tile = load_rows(q + offsets[:, None] + main[None, :], row_mask, True, main, False)
+    q_tail = q_tile
+    if D_TAIL > 0:
+        tail = D_MAIN + tl.arange(0, D_TAIL)
+        # [BLOCK_M, D_TAIL]
+        q_tail = load_rows(q + offsets[:, None] + tail[None, :], row_mask, True, tail < HEAD_DIM, True)
+    return q_tile, q_tail
+
+
+@triton.jit
+def empty_sums(BLOCK_M: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
+    """Make the sums, maxima and sums of weights of rows that have seen nothing: acc, acc_tail, row_max, row_sum."""
+    acc = tl.zeros([BLOCK_M, D_MAIN], dtype=tl.float32)
+    acc_tail = acc
+    if D_TAIL > 0:
+        acc_tail = tl.zeros([BLOCK_M, D_TAIL], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    return acc, acc_tail, row_max, row_sum
+
+
+@triton.jit
 def attend_keys(
     acc,
     acc_tail,

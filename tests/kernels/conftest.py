@@ -59,20 +59,6 @@ def max_examples(provider: str) -> int:
 
 
 @pytest.fixture
-def supported(provider: str) -> Callable[[torch.dtype], torch.dtype]:
-    """Answer the dtype to test in place of one that the provider can't be tested with.
-
-    Triton's interpreter can't multiply bfloat16 and truncates where it must round: float16 stands in for it there.
-    """
-
-    def choose(dtype: torch.dtype) -> torch.dtype:
-        interpreted = provider == "triton" and not HAS_GPU
-        return torch.float16 if interpreted and dtype == torch.bfloat16 else dtype
-
-    return choose
-
-
-@pytest.fixture
 def nan_state(device: torch.device) -> Callable[[int, int, int], AttentionState]:
     """Make a state full of NaN, for results that must overwrite all of it."""
 

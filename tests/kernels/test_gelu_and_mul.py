@@ -32,8 +32,8 @@ def expected_product(x, approximate):
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_agrees_with_float64(shape, dtype, approximate, device, supported, assert_close):
-    x = make(shape, supported(dtype), device)
+def test_agrees_with_float64(shape, dtype, approximate, device, assert_close):
+    x = make(shape, dtype, device)
     before = x.clone()
     out = torch.full((shape[0], shape[1] // 2), torch.nan, dtype=x.dtype, device=device)
     assert gelu_and_mul(x, out, approximate=approximate) is out

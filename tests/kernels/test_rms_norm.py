@@ -27,8 +27,7 @@ def expected_norm(x, weight):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_agrees_with_float64(shape, dtype, device, supported, assert_close):
-    dtype = supported(dtype)
+def test_agrees_with_float64(shape, dtype, device, assert_close):
     x, weight = make(shape, dtype, device), make(shape[-1], dtype, device, 1)
     before = x.clone()
     out = torch.full_like(x, torch.nan)
@@ -39,8 +38,7 @@ def test_agrees_with_float64(shape, dtype, device, supported, assert_close):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_agrees_with_transformers(dtype, device, supported):
-    dtype = supported(dtype)
+def test_agrees_with_transformers(dtype, device):
     x, weight = make((9, 576), dtype, device), make(576, dtype, device, 1)
     norm = LlamaRMSNorm(576, EPS).to(dtype)
     norm.weight.data.copy_(weight)

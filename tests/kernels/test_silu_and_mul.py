@@ -30,8 +30,8 @@ def expected_product(x):
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_agrees_with_float64(shape, dtype, device, supported, assert_close):
-    x = make(shape, supported(dtype), device)
+def test_agrees_with_float64(shape, dtype, device, assert_close):
+    x = make(shape, dtype, device)
     before = x.clone()
     out = torch.full((shape[0], shape[1] // 2), torch.nan, dtype=x.dtype, device=device)
     assert silu_and_mul(x, out) is out

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from loongserve.kernels import reference
 from loongserve.kernels.paged import paged_attention, plan_paged_attention
 from loongserve.kernels.state import AttentionState
-from loongserve.kernels.triton_paged import MIN_PART_TOKENS, choose_part_tokens, make_work
+from loongserve.kernels.triton_paged_plan import MIN_PART_TOKENS, choose_part_tokens, make_work
 
 HEADS = (3, 1)
 # query counts, slot counts: decode beside a chunk, one request without slots, one without queries.
@@ -74,6 +76,36 @@ def test_any_number_of_parts(part_tokens, dtype, head_dim, device, nan_state, as
     paged_attention(plan, q, pool[0], pool[1], again, scale=scale)
     assert torch.equal(again.out, out.out)
     assert torch.equal(again.lse, out.lse)
+
+
+@pytest.mark.parametrize("provider", ["triton"], indirect=True)
+def test_any_split_count_equals_one(device, max_examples, nan_state, assert_state_close):
+    """torchtitan 3235: split-KV decode gave NaN with some split counts. Here any, of any requests, against one part."""
+    head_dim, scale = 64, 0.125
+    shape = {"num_q_heads": HEADS[0], "num_kv_heads": HEADS[1], "head_dim": head_dim, "dtype": torch.float32}
+
+    @settings(max_examples=max_examples)
+    @given(st.integers(1, 20), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 60)), min_size=1, max_size=3))
+    def check(part_tokens, requests):
+        counts, lengths = [queries for queries, _ in requests], [length for _, length in requests]
+        cu_seqlens_q = cumulated(counts)
+        generator = torch.Generator().manual_seed(part_tokens)
+        q = torch.randn(sum(counts), HEADS[0], head_dim, generator=generator).to(device)
+        pool = torch.randn(2, sum(lengths) + 1, HEADS[1], head_dim, generator=generator).to(device)
+        slots = torch.randperm(sum(lengths), generator=generator).split(lengths)
+        plan = plan_paged_attention(cu_seqlens_q, slots, **shape, device=device)
+        states = []
+        for tokens in (part_tokens, 1 << 40):
+            work = make_work(cu_seqlens_q, slots, HEADS, head_dim, torch.float32, device, tokens)
+            work.partial_out.fill_(torch.nan)
+            work.partial_lse.fill_(torch.nan)
+            out = nan_state(len(q), HEADS[0], head_dim)
+            states.append(paged_attention(replace(plan, payload=work), q, pool[0], pool[1], out, scale=scale))
+            parts = [-(-length // tokens) for queries, length in requests if queries and length > tokens]
+            assert work.merges[:, 3].unique().tolist() == sorted(set(parts))
+        assert_state_close(states[0], states[1])
+
+    check()
 
 
 def work_of(queries, lengths, part_tokens=None):

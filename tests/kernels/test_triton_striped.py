@@ -7,7 +7,7 @@ from loongserve.kernels import reference
 from loongserve.kernels.state import AttentionState
 from loongserve.kernels.striped import plan_striped_attention, striped_attention
 from loongserve.kernels.triton_provider import plan_striped_attention as triton_plan
-from loongserve.kernels.triton_striped import list_tiles
+from loongserve.kernels.triton_striped_plan import list_tiles
 
 # query counts, key counts, diagonals, group, block_m
 TILE_CASES = [

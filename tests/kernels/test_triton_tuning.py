@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from loongserve.kernels.triton_paged import DECODE_TILES, PREFILL_TILES
-from loongserve.kernels.triton_striped import STRIPED_TILES
 from loongserve.kernels.triton_tuning import (
     ARCHS,
+    DECODE_TILES,
+    PREFILL_TILES,
+    STRIPED_TILES,
     Tile,
     device_arch,
     dot_precision,
