@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from secrets import token_bytes
@@ -88,7 +87,7 @@ class PeerLinks:
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
-                message = f"rank {rank} is not linked to all of {world_size} ranks in time, only to {self._linked()}"
+                message = f"rank {rank} is not linked to all of {world_size} ranks in time, only to ranks {sorted(self._sockets)}"
                 raise TransportTimeout(message) from error
             raise TransportError(f"rank {rank} can't be linked to the others by {host}: {error}") from error
         except TransportError:
@@ -128,9 +127,6 @@ class PeerLinks:
             link.close()
         self._sockets = {}
 
-    def _linked(self) -> Mapping[int, str] | list[int]:
-        return sorted(self._sockets)
-
     def _connect(self, world_size: int, store: Store, deadline_s: float, host: str) -> None:
         """Connect to all lower ranks, and be connected to by all higher ones."""
         with socket.create_server((host, 0), backlog=world_size) as server:
@@ -146,11 +142,11 @@ class PeerLinks:
             while len(self._sockets) < world_size - 1:
                 server.settimeout(_remaining_s(deadline_s))
                 link, _ = server.accept()
-                peer = _peer_of(link, token, min(_HELLO_TIMEOUT_S, _remaining_s(deadline_s)))
-                if peer is None or not self._rank < peer < world_size or peer in self._sockets:
+                caller = _peer_of(link, token, min(_HELLO_TIMEOUT_S, _remaining_s(deadline_s)))
+                if caller is None or not self._rank < caller < world_size or caller in self._sockets:
                     link.close()
                 else:
-                    self._add(peer, link)
+                    self._add(caller, link)
 
     def _add(self, peer: int, link: socket.socket) -> None:
         link.setblocking(False)
