@@ -110,6 +110,8 @@ class NcclWorld:
         self._lock = threading.Lock()
         self._phase = _Phase.OPEN
         self._error: TransportError | None = None
+        # What the device said when it was asked for an event.
+        self._broken: TransportError | None = None
         self._gone: dict[int, PeerLost] = {}
         self._lanes: list[_Lane] = []
         self._events: list[int] = []
@@ -228,10 +230,10 @@ class NcclWorld:
                 raise self._error.with_traceback(None)
 
     def check(self) -> None:
-        """Raise what failed the world, if something has."""
-        with self._lock:
-            if self._error is not None:
-                raise self._error.with_traceback(None)
+        """Raise what failed the world, if something has, also if nobody has looked yet."""
+        if self._phase is _Phase.OPEN:
+            self._look_for_errors()
+        self._raise_error()
 
     def abort(self) -> None:
         """Fail all that is under way with `TransportClosed`; wait for nothing."""
@@ -286,12 +288,17 @@ class NcclWorld:
             if alone:
                 for lost in self._links.poll(0).values():
                     raise lost
-            self.check()
+            self._raise_error()
             if time.monotonic() >= deadline_s:
                 raise TransportTimeout(f"rank {self.rank}: NCCL is still in progress at the deadline")
             pauses.pause()
         if isinstance(state, TransportError):
             raise state
+
+    def _raise_error(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
 
     def _take_event(self) -> int:
         if self._free_events:
@@ -303,23 +310,29 @@ class NcclWorld:
     def _reap(self) -> None:
         """Take off the posts that are done; the lock is held."""
         for lane in self._lanes:
-            while lane.posts:
-                event = lane.posts[0].event
-                if event is not None and not self.device.is_done(event):
-                    break
+            finished = 0
+            try:
+                for post in lane.posts:
+                    if post.event is not None and not self.device.is_done(post.event):
+                        break
+                    finished += 1
+            except RuntimeError as error:
+                self._broken = TransportError(f"rank {self.rank}: {error}")
+                continue
+            # A stream also runs on after an error of NCCL, which is there by then: it fails what seems done.
+            if finished and isinstance(lane.comm.state(), TransportError):
+                continue
+            for _ in range(finished):
                 post = lane.posts.popleft()
+                if post.event is not None:
+                    self._free_events.append(post.event)
                 post.event, post.tensors = None, ()
-                if event is not None:
-                    self._free_events.append(event)
 
     def _watch(self) -> None:
         while self._phase is _Phase.OPEN:
             self._take_losses(_WATCH_INTERVAL_S)
-            try:
-                self._look_for_errors()
-                self._look_for_deadlines()
-            except RuntimeError as error:
-                self._fail(TransportError(f"rank {self.rank}: {error}"))
+            self._look_for_errors()
+            self._look_for_deadlines()
 
     def _take_losses(self, timeout_s: float) -> None:
         lost = self._links.poll(timeout_s)
@@ -341,6 +354,8 @@ class NcclWorld:
             self._fail(error)
 
     def _look_for_errors(self) -> None:
+        if self._broken is not None:
+            self._fail(self._broken)
         for lane in list(self._lanes):
             state = lane.comm.state()
             if isinstance(state, TransportError) and self._phase is _Phase.OPEN:

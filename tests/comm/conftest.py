@@ -14,6 +14,7 @@ import torch
 
 from loongserve.comm.gloo import GlooTransport
 from loongserve.comm.local import LocalWorld
+from loongserve.comm.staged import StagedTransport
 from loongserve.comm.transport import Handle, Op, Recv, Transport
 
 EXCHANGES = Path(__file__).with_name("exchanges.py")
@@ -133,7 +134,7 @@ def connect_gloo(size: int, store_path: Path, channels: int = 2, timeout_s: floa
     return [transports[rank] for rank in range(size)]
 
 
-@pytest.fixture(params=["local", "local-delayed", "gloo"])
+@pytest.fixture(params=["local", "local-delayed", "staged", "gloo"])
 def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], list[Transport]]]:
     """Makes the transports of a world of a given size; the test runs over each kind of world."""
     made: list[Transport] = []
@@ -142,8 +143,10 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
         if request.param == "gloo":
             transports = connect_gloo(size, tmp_path / f"store-{len(made)}")
         else:
-            world = LocalWorld(size, seed=11, max_delay_s=0.002 if request.param == "local-delayed" else 0.0)
-            transports = [world.transport(rank) for rank in range(size)]
+            world = LocalWorld(size, seed=11, max_delay_s=0.0 if request.param == "local" else 0.002)
+            transports: list[Transport] = [world.transport(rank) for rank in range(size)]
+            if request.param == "staged":
+                transports = [StagedTransport(transport, ["cpu"]) for transport in transports]
         made.extend(transports)
         return transports
 

@@ -116,7 +116,9 @@ def world(
     assert not any(device.num_events for device in devices)
 
 
-def expect(kinds: type[TransportError] | tuple[type[TransportError], ...], action: Callable[[], object]) -> TransportError:
+def expect(
+    kinds: type[TransportError] | tuple[type[TransportError], ...], action: Callable[[], object]
+) -> TransportError:
     """Run it and return the error that it must raise, of just one of these kinds."""
     try:
         action()
@@ -256,7 +258,12 @@ def close_wakes_everyone(path: str) -> None:
                 thread.join(10)
             assert time.monotonic() - started_s < 2.5
             kinds = {name: type(error) for name, error in errors.items()}
-            assert kinds == {"mine": TransportClosed, "mine too": TransportClosed, "second": PeerLost, "third": PeerLost}
+            assert kinds == {
+                "mine": TransportClosed,
+                "mine too": TransportClosed,
+                "second": PeerLost,
+                "third": PeerLost,
+            }
             assert {error.rank for error in errors.values() if isinstance(error, PeerLost)} == {0}
 
 

@@ -109,8 +109,6 @@ class Server:
         self._process.wait(TIMEOUT_S)
 
 
-
-
 def libraries(wanted_ranks: int) -> list[Any]:
     """The libraries to test with here, each with the number of ranks that it can have."""
     params = [pytest.param(("stand-in", wanted_ranks), id="stand-in")]
