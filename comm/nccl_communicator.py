@@ -186,13 +186,14 @@ class Communicator:
     def _free(self, call: str) -> None:
         with self._lock:
             comm, self._comm = self._comm, None
-            if comm is None:
-                return
-            with self._device.current():
-                try:
-                    getattr(self._nccl, call)(comm)
-                except self._nccl.NCCLError as error:
-                    raise self._error(error.status, f"{call} failed") from error
+        if comm is None:
+            return
+        # Out of the lock, since it may take long: no other call can begin, and none is under way.
+        with self._device.current():
+            try:
+                getattr(self._nccl, call)(comm)
+            except self._nccl.NCCLError as error:
+                raise self._error(error.status, f"refused {call}") from error
 
     def _error(self, status: int, what: str) -> TransportError:
         """Make the error for a result of NCCL. Invalid usage that shows later is a message of the wrong size."""

@@ -25,6 +25,8 @@ from loongserve.comm.transport import PeerLost, TransportClosed, TransportError,
 _WATCH_INTERVAL_S = 0.05
 # NCCL's error may be here before the news of the peer that caused it.
 _CAUSE_GRACE_S = 0.5
+# What a peer sent before it closed in good order may still be arriving.
+_ARRIVAL_GRACE_S = 0.5
 # What closing waits at most for other ranks to close too, and for NCCL to give up.
 _CLOSE_GRACE_S = 1.0
 _MAX_PAUSE_S = 0.001
@@ -113,6 +115,8 @@ class NcclWorld:
         # What the device said when it was asked for an event.
         self._broken: TransportError | None = None
         self._gone: dict[int, PeerLost] = {}
+        # Until when what is under way with a rank that is gone may still be done.
+        self._grace_s: dict[int, float] = {}
         self._lanes: list[_Lane] = []
         self._events: list[int] = []
         self._free_events: list[int] = []
@@ -249,12 +253,16 @@ class NcclWorld:
                 self._error = TransportClosed(f"rank {self.rank}: the transport was closed")
         if quiet:
             self._flush()
-            self._links.say_farewell(self.rank, "it closed")
+            self._links.say_farewell(self.rank, "it closed", finished=True)
         else:
             self._end(_Phase.CLOSED, TransportClosed(f"rank {self.rank}: the transport was closed"), "it closed")
         for thread in (self._watcher, self._aborter):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_CLOSE_GRACE_S)
+        self._links.close()
+        if self._aborter is not None and self._aborter.is_alive():
+            # NCCL may still use the streams, and what they use: they stay.
+            return
         with self._lock:
             lanes, self._lanes = self._lanes, []
             events, self._events, self._free_events, self._failed = self._events, [], [], []
@@ -262,7 +270,6 @@ class NcclWorld:
             self.device.destroy_event(event)
         for lane in lanes:
             self.device.destroy_stream(lane.stream)
-        self._links.close()
 
     def _connect(self, index: int, world_size: int, store: Store, deadline_s: float) -> _Lane:
         key = f"unique-id/{index}"
@@ -286,8 +293,8 @@ class NcclWorld:
         pauses = _Pauses()
         while (state := comm.state()) is False:
             if alone:
-                for lost in self._links.poll(0).values():
-                    raise lost
+                for loss in self._links.poll(0).values():
+                    raise loss.error
             self._raise_error()
             if time.monotonic() >= deadline_s:
                 raise TransportTimeout(f"rank {self.rank}: NCCL is still in progress at the deadline")
@@ -335,21 +342,23 @@ class NcclWorld:
             self._look_for_deadlines()
 
     def _take_losses(self, timeout_s: float) -> None:
-        lost = self._links.poll(timeout_s)
+        losses = self._links.poll(timeout_s)
         with self._lock:
-            for peer, error in lost.items():
-                self._gone.setdefault(peer, error)
-        if lost:
-            self._fail_if_gone()
+            for peer, loss in losses.items():
+                self._gone.setdefault(peer, loss.error)
+                self._grace_s.setdefault(peer, time.monotonic() + (_ARRIVAL_GRACE_S if loss.finished else 0))
+        self._fail_if_gone()
 
     def _fail_if_gone(self) -> None:
-        """Fail the world if a post under way needs a rank that is gone."""
+        """Fail the world if a post under way needs a rank that is gone, and nothing of it can still arrive."""
         with self._lock:
             if not self._gone or self._phase is not _Phase.OPEN:
                 return
             self._reap()
             needed = {peer for lane in self._lanes for post in lane.posts for peer in post.peers}
-            error = next((error for peer, error in self._gone.items() if peer in needed), None)
+            now_s = time.monotonic()
+            lost = (peer for peer in self._gone if peer in needed and self._grace_s[peer] <= now_s)
+            error = next((self._gone[peer] for peer in lost), None)
         if error is not None:
             self._fail(error)
 

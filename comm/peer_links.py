@@ -13,14 +13,14 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from secrets import token_bytes
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loongserve.comm.transport import PeerLost, TransportError, TransportTimeout
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")
-# The rank whose loss is the cause, then the words in UTF-8.
-_FAREWELL = struct.Struct("!i")
+# The rank whose loss is the cause, whether all was done, then the words in UTF-8.
+_FAREWELL = struct.Struct("!i?")
 _MAX_DETAIL_BYTES = 512
 _HELLO_TIMEOUT_S = 5.0
 
@@ -57,6 +57,18 @@ def fetch(store: Store, key: str, deadline_s: float, what: str) -> bytes:
         raise TransportTimeout(f"{what} did not come in time: {error}") from error
 
 
+class Loss(NamedTuple):
+    """How a rank was lost.
+
+    Attributes:
+        error: To be raised by what needs it.
+        finished: Whether it had done all that it had posted, so that its messages may still be arriving.
+    """
+
+    error: PeerLost
+    finished: bool
+
+
 class PeerLinks:
     """This rank's links to all others. Safe to use from several threads.
 
@@ -87,33 +99,34 @@ class PeerLinks:
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
-                message = f"rank {rank} is not linked to all of {world_size} ranks in time, only to ranks {sorted(self._sockets)}"
+                linked = sorted(self._sockets)
+                message = f"rank {rank} is not linked to all of {world_size} ranks in time, only to {linked}"
                 raise TransportTimeout(message) from error
             raise TransportError(f"rank {rank} can't be linked to the others by {host}: {error}") from error
         except TransportError:
             self.close()
             raise
 
-    def poll(self, timeout_s: float) -> dict[int, PeerLost]:
-        """Wait until a peer is gone, at most `timeout_s`; return the ranks that were lost since, with the errors."""
-        lost: dict[int, PeerLost] = {}
+    def poll(self, timeout_s: float) -> dict[int, Loss]:
+        """Wait until a peer is gone, at most `timeout_s`; return the ranks that were lost since the last call."""
+        lost: dict[int, Loss] = {}
         with self._polling:
             for number, _ in self._poll.poll(timeout_s * 1000):
                 peer = next((rank for rank, link in self._sockets.items() if link.fileno() == number), None)
                 if peer is None or self._read(peer):
                     continue
                 self._poll.unregister(number)
-                error = _error_of(peer, self._words.pop(peer, b""))
-                lost[peer] = error
-                lost.setdefault(error.rank, error)
+                loss = _loss_of(peer, self._words.pop(peer, b""))
+                lost[peer] = loss
+                lost.setdefault(loss.error.rank, loss)
         lost.pop(self._rank, None)
         return lost
 
-    def say_farewell(self, cause: int, detail: str) -> None:
+    def say_farewell(self, cause: int, detail: str, finished: bool = False) -> None:
         """Tell all peers that this rank goes, because of the loss of rank `cause`, maybe itself; only once."""
         if not self._said_farewell.acquire(blocking=False):
             return
-        words = _FAREWELL.pack(cause) + detail.encode()[:_MAX_DETAIL_BYTES]
+        words = _FAREWELL.pack(cause, finished) + detail.encode()[:_MAX_DETAIL_BYTES]
         for link in list(self._sockets.values()):
             # A peer that is gone need not be told.
             with suppress(OSError):
@@ -190,9 +203,9 @@ def _peer_of(link: socket.socket, token: bytes, timeout_s: float) -> int | None:
     return int(peer) if got == token else None
 
 
-def _error_of(peer: int, words: bytes) -> PeerLost:
+def _loss_of(peer: int, words: bytes) -> Loss:
     if len(words) < _FAREWELL.size:
-        return PeerLost(peer, "its process ended")
-    (cause,) = _FAREWELL.unpack_from(words)
+        return Loss(PeerLost(peer, "its process ended"), False)
+    cause, finished = _FAREWELL.unpack_from(words)
     detail = words[_FAREWELL.size :].decode(errors="replace")
-    return PeerLost(cause, detail if cause == peer else f"{detail} (as rank {peer} says)")
+    return Loss(PeerLost(cause, detail if cause == peer else f"{detail} (as rank {peer} says)"), finished)

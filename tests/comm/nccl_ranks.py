@@ -21,6 +21,7 @@ import standin
 
 LIBRARY = standin.load(sys.argv[2]) if __name__ == "__main__" and sys.argv[2] else None
 
+import pytest  # noqa: E402
 import torch  # noqa: E402 - the stand-in comes before any library that torch brings
 from conftest import GuardedTransport, on_threads  # noqa: E402
 from exchanges import (  # noqa: E402
@@ -38,9 +39,11 @@ from exchanges import (  # noqa: E402
 from torch.distributed import FileStore, PrefixStore  # noqa: E402
 
 from loongserve.comm.nccl import NcclAllReduce, NcclTransport  # noqa: E402
+from loongserve.comm.nccl_communicator import Communicator, RemoteFailure, new_unique_id  # noqa: E402
 from loongserve.comm.ring import RingExchange  # noqa: E402
 from loongserve.comm.streams import CudaStreams, StreamDevice  # noqa: E402
 from loongserve.comm.transport import (  # noqa: E402
+    Handle,
     MessageMismatch,
     PeerLost,
     Recv,
@@ -123,9 +126,9 @@ def expect(
     try:
         action()
     except TransportError as error:
-        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-        assert type(error) in kinds, f"expected {kinds}, got {error!r}"
-        return error
+        if type(error) in (kinds if isinstance(kinds, tuple) else (kinds,)):
+            return error
+        raise AssertionError(f"expected {kinds}") from error
     raise AssertionError(f"no error; expected {kinds}")
 
 
@@ -228,7 +231,7 @@ def others_go_on(path: str) -> None:
             while not second._world._gone or not third._world._gone:
                 time.sleep(0.001)
             for transport in (second, third):
-                assert expect(PeerLost, lambda: transport.post([Recv(torch.zeros(1), 0)]).wait()).rank == 0
+                assert expect(PeerLost, transport.post([Recv(torch.zeros(1), 0)]).wait).rank == 0
                 transport.check()
             on_threads((second, third), lambda transport: play(transport, [Iteration(0, (1, 2), (3, 2), num_layers=2)]))
 
@@ -245,10 +248,10 @@ def close_wakes_everyone(path: str) -> None:
             }
             errors: dict[str, TransportError] = {}
 
-            def wait(name: str) -> None:
-                errors[name] = expect((TransportClosed, PeerLost), handles[name].wait)
+            def wait(name: str, handle: Handle, errors: dict[str, TransportError] = errors) -> None:
+                errors[name] = expect((TransportClosed, PeerLost), handle.wait)
 
-            threads = [threading.Thread(target=wait, args=(name,)) for name in handles]
+            threads = [threading.Thread(target=wait, args=each) for each in handles.items()]
             for thread in threads:
                 thread.start()
             time.sleep(0.05)
@@ -270,8 +273,8 @@ def close_wakes_everyone(path: str) -> None:
 @scenario
 def abort_while_nccl_is_in_progress(path: str) -> None:
     """A post that waits for NCCL's launch, on a thread of its own, ends at once when another thread aborts."""
-    with world(2, path) as (first, second):
-        LIBRARY.standin_set(b"launch_us", 2_000_000)
+    with world(2, path) as (first, _):
+        LIBRARY.standin_set(b"launch_us", 600_000)
         LIBRARY.standin_set(b"call_us", 300)
         errors: list[TransportError] = []
 
@@ -281,11 +284,9 @@ def abort_while_nccl_is_in_progress(path: str) -> None:
         thread = threading.Thread(target=post)
         thread.start()
         time.sleep(0.1)
-        started_s = time.monotonic()
         first.abort()
-        assert time.monotonic() - started_s < 1.0
-        thread.join(1)
-        assert errors
+        thread.join(0.3)
+        assert errors, "the post went on until NCCL was through"
         LIBRARY.standin_set(b"launch_us", 0)
         LIBRARY.standin_set(b"call_us", 0)
 
@@ -307,7 +308,8 @@ def many_threads(path: str) -> None:
                     handle.wait()
                     check("a message", got, sent)
 
-            on_threads([transport] * 4, lambda _, channels=iter(range(4)): use(next(channels)))
+            channels = iter(range(4))
+            on_threads([transport] * 4, lambda _: use(next(channels)))
 
         on_threads(transports, run)
     LIBRARY.standin_set(b"call_us", 0)
@@ -338,11 +340,8 @@ def remote_error(path: str) -> None:
     with world(2, path) as (first, _):
         LIBRARY.standin_set(b"fail_code", 6)
         LIBRARY.standin_set(b"fail_group", 2)
-        try:
-            first.post([Recv(torch.zeros(1), 1)]).wait()
-        except TransportError as error:
-            assert not isinstance(error, PeerLost), error
-            assert "RemoteError" in str(error), error
+        error = expect(RemoteFailure, first.post([Recv(torch.zeros(1), 1)]).wait)
+        assert "RemoteError" in str(error), error
         LIBRARY.standin_set(b"fail_group", 0)
 
 
@@ -374,7 +373,7 @@ def deadlines(path: str) -> None:
 def serial_posts(path: str) -> None:
     """Posts in an order that no two ranks share never end; as one place in the order they do."""
     for together in (True, False):
-        with world(2, f"{path}-{together}", timeout_s=1.0) as transports:
+        with world(2, f"{path}-{together}", timeout_s=0.5) as transports:
 
             def body(transport: Transport, together: bool = together) -> None:
                 peer = 1 - transport.rank
@@ -391,7 +390,7 @@ def serial_posts(path: str) -> None:
                 handles = [transport.post([Send(torch.ones(4), 1 - transport.rank)]) for transport in transports]
                 for transport in transports:
                     transport.post([Recv(torch.ones(4), 1 - transport.rank)])
-                expect(TransportTimeout, lambda: handles[0].wait(0.2))
+                expect(TransportTimeout, handles[0].synchronize)
 
 
 @scenario
@@ -507,20 +506,13 @@ def refusals(path: str) -> None:
             "another rank": Send(torch.zeros(1), 0),
         }
         for words, op in wrong.items():
-            try:
+            with pytest.raises(ValueError, match=words):
                 first.post([Send(torch.zeros(1), 1), op])
-            except ValueError as error:
-                assert words in str(error), error
-            else:
-                raise AssertionError(f"{op} was taken")
         # Nothing was posted.
         assert not second.post([Recv(torch.zeros(1), 0)]).done()
     for arguments in ({"timeout_s": 0.0}, {"channels": 0}):
-        try:
+        with pytest.raises(ValueError, match="must be"):
             connect(0, 1, path, **arguments)
-        except ValueError:
-            continue
-        raise AssertionError(f"{arguments} was taken")
 
 
 def make_sum(rank: int, size: int, path: str, streams: StreamDevice, **options: Any) -> NcclAllReduce:
@@ -558,11 +550,8 @@ def sums_in_streams(path: str) -> None:
         time.sleep(0.005)
     assert all((copy == 3.0).all() for copy in copies), copies
     for tensor in (torch.zeros(4, 4).t(), torch.zeros(1, dtype=torch.bool), torch.zeros(1, device="meta")):
-        try:
+        with pytest.raises(ValueError, match=r"must be|NCCL sums"):
             groups[0].all_reduce(tensor)
-        except ValueError:
-            continue
-        raise AssertionError(f"{tensor} was taken")
     groups[0].all_reduce(values[0])
     groups[2].abort()
     deadline_s = time.monotonic() + 2
@@ -576,8 +565,6 @@ def sums_in_streams(path: str) -> None:
 @scenario
 def one_rank_alone(path: str) -> None:
     """The one thing that a single GPU can do: a message to oneself inside a group."""
-    from loongserve.comm.nccl_communicator import Communicator, new_unique_id
-
     device = make_streams(0)
     comm, stream = Communicator(new_unique_id(), 0, 1, device), device.create_stream()
 
