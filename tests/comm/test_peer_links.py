@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,6 @@ def test_losses_are_told_with_their_cause(connect: Callable[..., list[PeerLinks]
         losses.update(hear(second))
     assert losses[2].finished
     assert losses[2].error.rank == 2
-    assert first.poll(0) == {} or 1 not in first.poll(0)
 
 
 def test_strangers_are_not_let_in(connect: Callable[..., list[PeerLinks]]) -> None:
@@ -84,10 +84,8 @@ def test_strangers_are_not_let_in(connect: Callable[..., list[PeerLinks]]) -> No
     first, second = connect(2, intrude)
     for stranger in strangers:
         stranger.settimeout(5)
-        try:
+        with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-        except ConnectionResetError:
-            pass
         stranger.close()
     assert first.poll(0) == {}
     second.close()
@@ -98,7 +96,10 @@ def test_ranks_that_do_not_come_and_addresses_that_are_none(tmp_path: Path) -> N
     store = FileStore(str(tmp_path / "store"))
     with pytest.raises(TransportTimeout, match="rank 0 is not linked to all of 2 ranks in time"):
         PeerLinks(0, 2, store, time.monotonic() + 0.1)
-    with pytest.raises(TransportTimeout, match="the address of rank 1 did not come in time"):
-        PeerLinks(2, 3, store, time.monotonic() + 0.1)
+    with pytest.raises(TransportTimeout, match="the address of rank 0 did not come in time"):
+        PeerLinks(1, 2, FileStore(str(tmp_path / "another")), time.monotonic() + 0.1)
+    # It came, and went again.
+    with pytest.raises(TransportError, match="rank 1 can't be linked"):
+        PeerLinks(1, 2, store, time.monotonic() + 5)
     with pytest.raises(TransportError, match=r"can't be linked to the others by 192\.0\.2\.1"):
         PeerLinks(0, 2, store, time.monotonic() + 1, host="192.0.2.1")

@@ -12,7 +12,7 @@ from cuda.bindings import driver
 from loongserve.comm.streams import CudaStreams
 
 SUCCESS, NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
-CONTEXT = driver.CUcontext(77)
+CONTEXT, DEVICE = driver.CUcontext(77), driver.CUdevice(2)
 
 
 class RecordedDriver:
@@ -25,7 +25,7 @@ class RecordedDriver:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.results: dict[str, tuple[Any, ...]] = {
-            "cuDeviceGet": (SUCCESS, driver.CUdevice(2)),
+            "cuDeviceGet": (SUCCESS, DEVICE),
             "cuDevicePrimaryCtxRetain": (SUCCESS, CONTEXT),
             "cuCtxPopCurrent": (SUCCESS, CONTEXT),
             "cuCtxGetStreamPriorityRange": (SUCCESS, 0, -5),
@@ -65,7 +65,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedDriver:
 @pytest.fixture
 def streams(recorded: RecordedDriver) -> CudaStreams:
     streams = CudaStreams()
-    assert recorded.calls[:3] == [("cuInit", 0), ("cuDeviceGet", 2), ("cuDevicePrimaryCtxRetain", driver.CUdevice(2))]
+    assert recorded.calls[:3] == [("cuInit", 0), ("cuDeviceGet", 2), ("cuDevicePrimaryCtxRetain", DEVICE)]
     recorded.calls = recorded.calls[3:]
     assert recorded.take() == [("cuCtxGetStreamPriorityRange",)]
     return streams
