@@ -6,6 +6,10 @@ Order of posts on the channel within a layer, the same on every rank:
 2. the steps of a `RingExchange`, if one shares the channel;
 3. the first `reply` or `states`: receives of all states; each `reply`: the sends of one.
 
+Where the posts of a channel run one after another (`Transport.serial_posts`) each of these is one post, so that all
+ranks have the same order of them: all queries, each ring step, and all states and replies together, in `states`. With
+a ring on the same channel, every rank must go through `start`, `blocks` and `states` in this order.
+
 So each directed pair of ranks sees its query message, its ring messages and its state message (out, then lse) in this
 one order at both ends. With a ring on the same channel, `reply` and `states` may be called only after the ring's last
 block was yielded; on a channel of its own the exchange may interleave with the ring at will.
@@ -19,7 +23,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from loongserve.comm.transport import Handle, Recv, Send, Transport
+from loongserve.comm.transport import Handle, Op, Recv, Send, Transport
 
 
 class QueryExchange:
@@ -94,6 +98,7 @@ class QueryExchange:
         }
         self._query_sends: dict[int, Handle] = {}
         self._query_recvs: dict[int, Handle] = {}
+        self._replies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._state_sends: dict[int, Handle] = {}
         self._state_recvs: dict[int, Handle] | None = None
         self._started = False
@@ -118,8 +123,12 @@ class QueryExchange:
         for peer, rows in self._rows.items():
             torch.index_select(q, 0, rows, out=self._q_out[peer])
         self._started = True
-        self._query_sends = {peer: self._post_send(peer, query) for peer, query in self._q_out.items()}
-        self._query_recvs = {peer: self._post_recv(peer, query) for peer, query in self._q_in.items()}
+        sends: list[list[Op]] = [[Send(query, peer)] for peer, query in self._q_out.items()]
+        receives: list[list[Op]] = [[Recv(query, peer)] for peer, query in self._q_in.items()]
+        handles = self._transport.post_all([*sends, *receives], self._channel)
+        self._query_sends = dict(zip(self._q_out, handles, strict=False))
+        self._query_recvs = dict(zip(self._q_in, handles[len(sends) :], strict=True))
+        self._replies = {}
         self._state_sends = {}
         self._state_recvs = None
 
@@ -138,7 +147,7 @@ class QueryExchange:
             yield peer, self._q_in[peer]
 
     def reply(self, peer: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Post the state of `peer`'s queries; return at once.
+        """Post the state of `peer`'s queries, or keep it for `states` where posts are serial; return at once.
 
         Args:
             peer: A peer that `queries` yielded.
@@ -152,14 +161,15 @@ class QueryExchange:
         self._check_started()
         if peer not in self._q_in:
             raise ValueError(f"rank {peer} sends no queries: expected one of {sorted(self._q_in)}")
-        if peer in self._state_sends:
+        if peer in self._state_sends or peer in self._replies:
             raise RuntimeError(f"rank {peer} was already replied to in this layer")
         shape = self._q_in[peer].shape
         for name, tensor, expected in (("out", out, shape), ("lse", lse, shape[:2])):
             if tensor.shape != expected or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} must be {tuple(expected)} float32, got {tuple(tensor.shape)} {tensor.dtype}")
-        self._expect_states()
-        self._state_sends[peer] = self._post_send(peer, out, lse)
+        self._replies[peer] = (out, lse)
+        if not self._transport.serial_posts:
+            self._post_states()
 
     def states(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Wait for each holder's states in turn; yield (peer, rows, out, lse).
@@ -178,26 +188,27 @@ class QueryExchange:
             TransportError: As `Handle.wait` raises.
         """
         self._check_started()
-        unanswered = sorted(self._q_in.keys() - self._state_sends.keys())
+        unanswered = sorted(self._q_in.keys() - self._state_sends.keys() - self._replies.keys())
         if unanswered:
             raise RuntimeError(f"reply to every peer before states(): ranks {unanswered} still wait")
-        for peer, handle in self._expect_states().items():
+        for peer, handle in self._post_states().items():
             handle.wait()
             yield peer, self._rows[peer], self._out[peer], self._lse[peer]
         for handle in (*self._query_sends.values(), *self._query_recvs.values(), *self._state_sends.values()):
             handle.wait()
         self._started = False
 
-    def _expect_states(self) -> dict[int, Handle]:
+    def _post_states(self) -> dict[int, Handle]:
+        """Post the replies not posted yet, and once a layer the receives of all states; return the receives."""
+        holders = self._rows if self._state_recvs is None else {}
+        posts: list[list[Op]] = [[Recv(self._out[peer], peer), Recv(self._lse[peer], peer)] for peer in holders]
+        posts += [[Send(out, peer), Send(lse, peer)] for peer, (out, lse) in self._replies.items()]
+        handles = self._transport.post_all(posts, self._channel)
         if self._state_recvs is None:
-            self._state_recvs = {peer: self._post_recv(peer, self._out[peer], self._lse[peer]) for peer in self._rows}
+            self._state_recvs = dict(zip(holders, handles, strict=False))
+        self._state_sends.update(zip(self._replies, handles[len(holders) :], strict=True))
+        self._replies = {}
         return self._state_recvs
-
-    def _post_send(self, peer: int, *tensors: torch.Tensor) -> Handle:
-        return self._transport.post([Send(tensor, peer) for tensor in tensors], self._channel)
-
-    def _post_recv(self, peer: int, *tensors: torch.Tensor) -> Handle:
-        return self._transport.post([Recv(tensor, peer) for tensor in tensors], self._channel)
 
     def _check_started(self) -> None:
         if not self._started:

@@ -5,6 +5,10 @@ matches the n-th `Recv` of B from A on that channel, as in NCCL. The ops of one 
 order across peers. All ops are asynchronous: `Transport.post` never waits for a peer, so any history that posts its
 ops in the same order per (pair, channel) on both sides, and waits for nothing but what was posted, is free of deadlock.
 
+A transport on device streams asks for more: its posts of a channel run one after another (`Transport.serial_posts`), so
+a message whose other end stands behind a later post may never come. There all ranks must follow one common order of
+posts, in which the two ends of each message have the same place; `Transport.post_all` makes one place of many posts.
+
     RuntimeError
       TransportError            anything that went wrong between ranks
         PeerLost                a peer died or closed; `.rank` says which
@@ -80,7 +84,12 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all ops of the post are done; may be called again, and by several threads.
+        """Let what follows in this thread use the tensors; may be called again, and by several threads.
+
+        CPU tensors: returns when all ops of the post are done. CUDA tensors on a transport of device streams: returns
+        at once, and work that is issued to torch's current stream from now on runs after the ops; the deadline counts
+        from here. What goes wrong later fails the transport: `synchronize` and `Transport.check` raise it, and the
+        tensors hold nothing of worth then.
 
         Args:
             timeout_s: Seconds to wait at most; None means the transport's own deadline.
@@ -94,7 +103,18 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Say, without waiting, whether `wait` would return or raise at once."""
+        """Say, without waiting, whether `synchronize` would return or raise at once."""
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Block this thread until all ops are done, wherever the tensors are.
+
+        Args:
+            timeout_s: Seconds to wait at most; None means the transport's own deadline.
+
+        Raises:
+            TransportError: As `wait` raises.
+        """
+        self.wait(timeout_s)
 
 
 class Transport(ABC):
@@ -104,7 +124,10 @@ class Transport(ABC):
         rank: This rank, 0 <= rank < world_size.
         world_size: Number of ranks.
         num_channels: Number of channels, each with its own FIFOs.
+        serial_posts: Whether the posts of a channel run one after another; see the module for what that asks for.
     """
+
+    serial_posts: bool = False
 
     def __init__(self, rank: int, world_size: int, num_channels: int) -> None:
         if world_size < 1:
@@ -133,11 +156,40 @@ class Transport(ABC):
                 channel. Nothing was posted then.
             TransportClosed: The transport was closed or aborted.
         """
+        return self.post_all([ops], channel)[0]
+
+    def post_all(self, posts: Sequence[Sequence[Op]], channel: int = 0) -> list[Handle]:
+        """Start several batches as one place in the order of posts, each with a handle of its own.
+
+        Args:
+            posts: As many batches as handles are wanted. No message may depend on another of them: that its sender
+                waits for another to arrive.
+            channel: The channel of all of them.
+
+        Returns:
+            A handle for each batch.
+
+        Raises:
+            ValueError: As `post` raises. Nothing was posted then.
+            TransportClosed: The transport was closed or aborted.
+        """
         if not 0 <= channel < self.num_channels:
             raise ValueError(f"channel must be in [0, {self.num_channels}), got {channel}")
-        for op in ops:
-            self._check(op)
-        return self._post(ops, channel)
+        for ops in posts:
+            for op in ops:
+                self._check(op)
+        return self._post_all(posts, channel)
+
+    def check(self) -> None:
+        """Raise what has failed this transport as a whole, if something has.
+
+        Call it when results that rest on stream-ordered waits have come to the host, and before they are believed.
+        Where `Handle.wait` blocks it raises all there is, and this does nothing.
+
+        Raises:
+            TransportError: As `Handle.wait` raises.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -157,6 +209,10 @@ class Transport(ABC):
     @abstractmethod
     def _post(self, ops: Sequence[Op], channel: int) -> Handle:
         """Start ops that have been checked."""
+
+    def _post_all(self, posts: Sequence[Sequence[Op]], channel: int) -> list[Handle]:
+        """Start batches that have been checked; a transport with serial posts makes one post of them."""
+        return [self._post(ops, channel) for ops in posts]
 
     def _check(self, op: Op) -> None:
         if not isinstance(op, Send | Recv):
@@ -206,13 +262,14 @@ class PostHandle(Handle):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not self._finished.wait(limit_s):
             with self._lock:
-                waits = ", ".join(_describe(op) for op in self._pending.values())
+                waits = ", ".join(describe(op) for op in self._pending.values())
             raise TransportTimeout(f"rank {self._rank}, channel {self._channel}: not done after {limit_s:g} s: {waits}")
         if self._error is not None:
             # Several waiters may raise it: the traceback is each one's own.
             raise self._error.with_traceback(None)
 
 
-def _describe(op: Op) -> str:
+def describe(op: Op) -> str:
+    """Return the words for an op in an error message."""
     direction = "send to" if isinstance(op, Send) else "receive from"
     return f"{direction} rank {op.peer} ({tuple(op.tensor.shape)} {op.tensor.dtype})"

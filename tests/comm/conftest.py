@@ -14,16 +14,17 @@ import torch
 
 from loongserve.comm.gloo import GlooTransport
 from loongserve.comm.local import LocalWorld
+from loongserve.comm.staged import StagedTransport
 from loongserve.comm.transport import Handle, Op, Recv, Transport
 
 EXCHANGES = Path(__file__).with_name("exchanges.py")
+STANDIN = Path(__file__).with_name("standin.py")
 SOURCES = Path(__file__).parents[2] / "src"
 
 
-@pytest.fixture(scope="session")
-def exchanges() -> ModuleType:
-    """The module exchanges.py, which is not importable by name."""
-    spec = importlib.util.spec_from_file_location("comm_exchanges", EXCHANGES)
+def load_module(path: Path) -> ModuleType:
+    """Load a module of this folder, none of which is importable by name."""
+    spec = importlib.util.spec_from_file_location(f"comm_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,27 +34,43 @@ def exchanges() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="session")
+def exchanges() -> ModuleType:
+    return load_module(EXCHANGES)
+
+
+@pytest.fixture(scope="session")
+def nccl_standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for libnccl.so.2, compiled; to be loaded into processes of tests only, never into this one."""
+    library: Path = load_module(STANDIN).build(tmp_path_factory.mktemp("nccl"))
+    return library
+
+
 class GuardedTransport(Transport):
     """Passes ops on, and refuses a receive into memory that is still in flight, or a send of memory being received."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.rank, inner.world_size, inner.num_channels)
+        self.serial_posts = inner.serial_posts
         self._inner = inner
         self._in_flight: list[tuple[Handle, Op]] = []
         self._guard = threading.Lock()
 
     def _post(self, ops: Sequence[Op], channel: int) -> Handle:
+        return self._post_all([ops], channel)[0]
+
+    def _post_all(self, posts: Sequence[Sequence[Op]], channel: int) -> list[Handle]:
         with self._guard:
             self._in_flight = [(handle, op) for handle, op in self._in_flight if not handle.done()]
             taken = [op for _, op in self._in_flight]
-            for op in ops:
+            for op in (op for ops in posts for op in ops):
                 for other in taken:
                     if (isinstance(op, Recv) or isinstance(other, Recv)) and overlap(op.tensor, other.tensor):
                         raise AssertionError(f"rank {self.rank}: {op} uses memory that is in flight in {other}")
                 taken.append(op)
-            handle = self._inner.post(ops, channel)
-            self._in_flight += [(handle, op) for op in ops]
-            return handle
+            handles = self._inner.post_all(posts, channel)
+            self._in_flight += [(handle, op) for handle, ops in zip(handles, posts, strict=True) for op in ops]
+            return handles
 
     def close(self) -> None:
         self._inner.close()
@@ -117,7 +134,7 @@ def connect_gloo(size: int, store_path: Path, channels: int = 2, timeout_s: floa
     return [transports[rank] for rank in range(size)]
 
 
-@pytest.fixture(params=["local", "local-delayed", "gloo"])
+@pytest.fixture(params=["local", "local-delayed", "staged", "gloo"])
 def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], list[Transport]]]:
     """Makes the transports of a world of a given size; the test runs over each kind of world."""
     made: list[Transport] = []
@@ -126,8 +143,10 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
         if request.param == "gloo":
             transports = connect_gloo(size, tmp_path / f"store-{len(made)}")
         else:
-            world = LocalWorld(size, seed=11, max_delay_s=0.002 if request.param == "local-delayed" else 0.0)
-            transports = [world.transport(rank) for rank in range(size)]
+            world = LocalWorld(size, seed=11, max_delay_s=0.0 if request.param == "local" else 0.002)
+            transports: list[Transport] = [world.transport(rank) for rank in range(size)]
+            if request.param == "staged":
+                transports = [StagedTransport(transport, ["cpu"]) for transport in transports]
         made.extend(transports)
         return transports
 

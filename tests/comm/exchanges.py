@@ -17,7 +17,7 @@ import torch
 from loongserve.comm.gloo import GlooTransport
 from loongserve.comm.query import QueryExchange
 from loongserve.comm.ring import RingExchange
-from loongserve.comm.transport import Handle, PeerLost, Recv, Send, Transport, TransportError
+from loongserve.comm.transport import Handle, Op, PeerLost, Recv, Send, Transport, TransportError
 
 NUM_HEADS = 3
 HEAD_DIM = 4
@@ -69,6 +69,7 @@ def run_iteration(transport: Transport, iteration: Iteration) -> None:
         num_heads=NUM_HEADS,
         head_dim=HEAD_DIM,
         dtype=query_dtype,
+        device=torch.get_default_device(),
         channel=iteration.query_channel,
     )
     num_q = 1 + max((row for q_rows in iteration.asks.values() for row in q_rows), default=0)
@@ -168,18 +169,25 @@ def stress(transport: Transport, seed: int, num_messages: int = 400) -> None:
     order.shuffle(steps)
     counts = dict.fromkeys([(lane, kind) for lane in lanes for kind in ("send", "receive")], 0)
     received = []
-    handles: list[Handle] = []
+    posts: list[tuple[Op, int]] = []
     for (peer, channel), kind in steps:
         number = counts[(peer, channel), kind]
         counts[(peer, channel), kind] += 1
         if kind == "send":
             size = size_of(transport.rank, peer, channel, number)
             tensor = pattern((size,), torch.uint8, transport.rank, peer, channel, number)
-            handles.append(transport.post([Send(tensor, peer)], channel))
+            posts.append((Send(tensor, peer), channel))
         else:
             tensor = torch.full((size_of(peer, transport.rank, channel, number),), 255, dtype=torch.uint8)
-            handles.append(transport.post([Recv(tensor, peer)], channel))
+            posts.append((Recv(tensor, peer), channel))
             received.append((peer, channel, number, tensor))
+    handles: list[Handle] = []
+    if transport.serial_posts:
+        # One place in the order of posts: the ranks post in different orders.
+        for channel in range(transport.num_channels):
+            handles += transport.post_all([[op] for op, its_channel in posts if its_channel == channel], channel)
+    else:
+        handles += [transport.post([op], channel) for op, channel in posts]
     for handle in handles:
         handle.wait()
     for peer, channel, number, tensor in received:
