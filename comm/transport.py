@@ -139,6 +139,23 @@ class Transport(ABC):
             self._check(op)
         return self._post(ops, channel)
 
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Make a tensor, not filled, in the memory that this transport sends from and receives into fastest.
+
+        It is a tensor like any other and may outlive the transport. Any other tensor can be sent and received too.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Likewise.
+            device: Likewise.
+
+        Raises:
+            TransportClosed: The transport was closed or aborted, and has memory of its own.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
     @abstractmethod
     def close(self) -> None:
         """Close this end and free what it holds; pending ops fail with `TransportClosed`. Idempotent.
@@ -206,13 +223,14 @@ class PostHandle(Handle):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not self._finished.wait(limit_s):
             with self._lock:
-                waits = ", ".join(_describe(op) for op in self._pending.values())
+                waits = ", ".join(describe(op) for op in self._pending.values())
             raise TransportTimeout(f"rank {self._rank}, channel {self._channel}: not done after {limit_s:g} s: {waits}")
         if self._error is not None:
             # Several waiters may raise it: the traceback is each one's own.
             raise self._error.with_traceback(None)
 
 
-def _describe(op: Op) -> str:
+def describe(op: Op) -> str:
+    """Name an op in a message."""
     direction = "send to" if isinstance(op, Send) else "receive from"
     return f"{direction} rank {op.peer} ({tuple(op.tensor.shape)} {op.tensor.dtype})"
