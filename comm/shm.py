@@ -190,9 +190,7 @@ class ShmTransport(Transport):
         """Bytes of the arena in use by tensors and by small messages on their way."""
         return int(self._native.loong_shm_used_bytes(self._engine))
 
-    def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         if self._closed:
             raise TransportClosed(self._closed)
         size = torch.Size(shape)
@@ -232,7 +230,12 @@ class ShmTransport(Transport):
         packed = b"".join(
             [
                 _OP.pack(
-                    op.tensor.data_ptr(), op.tensor.nbytes, op.peer, _DTYPE_NUMBERS[op.tensor.dtype], type(op) is Send, 0
+                    op.tensor.data_ptr(),
+                    op.tensor.nbytes,
+                    op.peer,
+                    _DTYPE_NUMBERS[op.tensor.dtype],
+                    type(op) is Send,
+                    0,
                 )
                 for op in ops
             ]
@@ -333,12 +336,16 @@ class _ShmHandle(Handle):
         if status == _LOST:
             return PeerLost(failure.rank, _REASONS[failure.reason])
         op = self._ops[failure.op]
-        ours, theirs = op.tensor, _DTYPES[failure.dtype]
-        mine = f"{ours.numel()} elements of {ours.dtype}"
-        other = f"{failure.bytes // theirs.itemsize} of {theirs}"
-        if isinstance(op, Send):
-            return MessageMismatch(f"rank {transport.rank} sends {mine}, rank {op.peer} receives {other}")
-        return MessageMismatch(f"rank {op.peer} sends {other}, rank {transport.rank} receives {mine}")
+        theirs = _DTYPES[failure.dtype]
+        ends = [
+            (transport.rank, op.tensor.numel(), op.tensor.dtype),
+            (op.peer, failure.bytes // theirs.itemsize, theirs),
+        ]
+        source, destination = ends if isinstance(op, Send) else ends[::-1]
+        return MessageMismatch(
+            f"rank {source[0]} sends {source[1]} elements of {source[2]}, "
+            f"rank {destination[0]} receives {destination[1]} of {destination[2]}"
+        )
 
 
 def _to_ns(seconds: float) -> int:

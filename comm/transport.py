@@ -139,9 +139,7 @@ class Transport(ABC):
             self._check(op)
         return self._post(ops, channel)
 
-    def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """Make a tensor, not filled, in the memory that this transport sends from and receives into fastest.
 
         It is a tensor like any other and may outlive the transport. Any other tensor can be sent and received too.
