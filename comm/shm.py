@@ -49,7 +49,8 @@ ARENA_BYTES = 1 << 30
 _SPIN_NS = 50_000
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread")
-_FOREVER_NS = (1 << 63) - 1
+# 30 years; a deadline beyond it has no meaning.
+_LONGEST_S = 1e9
 # How often a wait for other ranks to come looks after signals.
 _FIND_NS = 50_000_000
 
@@ -58,7 +59,7 @@ _REASONS = ("", "its process ended", "it closed its transport", "it aborted its 
 # Numbers of dtypes, the same in all processes.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
-_OP = struct.Struct("=QQIIII")
+_pack_op = struct.Struct("=QQIIII").pack
 # Handles that nobody waited for are looked through when there are so many, at first.
 _MANY_HANDLES = 64
 
@@ -160,6 +161,8 @@ class ShmTransport(Transport):
 
     def __init__(self, rank: int, fd: int, timeout_s: float = 60.0) -> None:
         self._engine: int | None = None
+        # A fork of this process has no part in it.
+        self._pid = os.getpid()
         self._native = _library()
         world_size, channels = ctypes.c_uint32(), ctypes.c_uint32()
         if self._native.loong_shm_read(fd, world_size, channels):
@@ -168,6 +171,7 @@ class ShmTransport(Transport):
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self._timeout_s = timeout_s
+        self._timeout_ns = _to_ns(timeout_s)
         self._closed = ""
         # What still holds its tensors, by its native address.
         self._held: dict[int, _ShmHandle] = {}
@@ -206,7 +210,7 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         self._closed = self._closed or f"rank {self.rank}: the transport was closed"
-        if self._engine is not None:
+        if self._engine is not None and self._pid == os.getpid():
             self._native.loong_shm_close(self._engine)
         self._held.clear()
 
@@ -215,35 +219,25 @@ class ShmTransport(Transport):
         self._native.loong_shm_abort(self._engine)
 
     def __del__(self) -> None:
-        if getattr(self, "_engine", None) is not None:
+        if getattr(self, "_engine", None) is not None and self._pid == os.getpid():
             self.close()
             self._native.loong_shm_delete(self._engine)
 
-    def _check(self, op: Op) -> None:
-        super()._check(op)
-        if op.tensor.device.type != "cpu":
-            raise ValueError(f"the shared-memory transport sends CPU tensors only, got one on {op.tensor.device}")
-        if op.tensor.is_conj() or op.tensor.is_neg():
-            raise ValueError("tensor must not be a conjugate or negative view: use resolve_conj() or resolve_neg()")
-
     def _post(self, ops: Sequence[Op], channel: int) -> Handle:
-        packed = b"".join(
-            [
-                _OP.pack(
-                    op.tensor.data_ptr(),
-                    op.tensor.nbytes,
-                    op.peer,
-                    _DTYPE_NUMBERS[op.tensor.dtype],
-                    type(op) is Send,
-                    0,
-                )
-                for op in ops
-            ]
-        )
+        ops = tuple(ops)
+        packed = b""
+        for op in ops:
+            tensor = op.tensor
+            if not tensor.is_cpu:
+                raise ValueError(f"the shared-memory transport sends CPU tensors only, got one on {tensor.device}")
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError("tensor must not be a conjugate or negative view: use resolve_conj() or resolve_neg()")
+            number = _DTYPE_NUMBERS[tensor.dtype]
+            packed += _pack_op(tensor.data_ptr(), tensor.nbytes, op.peer, number, type(op) is Send, 0)
         native = self._native.loong_shm_post(self._engine, packed, len(ops), channel)
         if native is None:
             raise TransportClosed(self._closed)
-        handle = _ShmHandle(self, native, tuple(ops), channel)
+        handle = _ShmHandle(self, native, ops, channel)
         self._held[native] = handle
         if len(self._held) > self._max_held:
             self._let_go()
@@ -276,8 +270,6 @@ _make_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 class _ShmHandle(Handle):
     """A native post and the tensors that it uses."""
 
-    __slots__ = ("_channel", "_finished", "_native", "_ops", "_transport")
-
     def __init__(self, transport: ShmTransport, native: int, ops: tuple[Op, ...], channel: int) -> None:
         self._transport = transport
         self._native = native
@@ -290,27 +282,27 @@ class _ShmHandle(Handle):
             return
         transport = self._transport
         library = transport._native
-        limit_s = transport._timeout_s if timeout_s is None else timeout_s
-        limit_ns = _to_ns(limit_s)
+        limit_ns = transport._timeout_ns if timeout_s is None else _to_ns(timeout_s)
         status = library.loong_shm_wait(transport._engine, self._native, limit_ns)
         if status == _INTERRUPTED:
             # The interpreter sees to the signal between two calls.
-            deadline_s = time.monotonic() + limit_s
+            deadline_ns = time.monotonic_ns() + limit_ns
             while status == _INTERRUPTED:
-                limit_ns = _to_ns(deadline_s - time.monotonic())
-                status = library.loong_shm_wait(transport._engine, self._native, limit_ns)
+                left_ns = max(0, deadline_ns - time.monotonic_ns())
+                status = library.loong_shm_wait(transport._engine, self._native, left_ns)
         if status == _FINISHED:
             self._finished = True
             transport._held.pop(self._native, None)
             return
         if status != _TIMED_OUT:
             self._let_go()
-        raise self._error(status, limit_s)
+        raise self._error(status, limit_ns / 1e9)
 
     def done(self) -> bool:
         if self._finished:
             return True
-        return self._transport._native.loong_shm_look(self._transport._engine, self._native) != _PENDING
+        transport = self._transport
+        return int(transport._native.loong_shm_look(transport._engine, self._native)) != _PENDING
 
     def __del__(self) -> None:
         self._transport._native.loong_shm_release(self._native)
@@ -349,4 +341,4 @@ class _ShmHandle(Handle):
 
 
 def _to_ns(seconds: float) -> int:
-    return min(_FOREVER_NS, int(min(max(seconds, 0.0), 1e9) * 1e9))
+    return int(min(max(seconds, 0.0), _LONGEST_S) * 1e9)

@@ -174,7 +174,7 @@ class Transport(ABC):
         """Start ops that have been checked."""
 
     def _check(self, op: Op) -> None:
-        if not isinstance(op, Send | Recv):
+        if not isinstance(op, (Send, Recv)):
             raise ValueError(f"ops must be Send or Recv, got {type(op).__name__}")
         if not 0 <= op.peer < self.world_size or op.peer == self.rank:
             raise ValueError(f"peer must be another rank in [0, {self.world_size}), got {op.peer} on rank {self.rank}")

@@ -5,8 +5,8 @@
 // - The caller that waits first is the leader: it looks for messages itself, for a while without sleeping if there are
 //   cores enough, then asleep on its bell. That saves a change of threads for each message. Others that wait meanwhile
 //   sleep until their handle is settled.
-// - The engine's thread sleeps on a bell of its own and serves when nobody leads: so transfers go on while callers
-//   compute.
+// - The engine's thread sleeps on a bell of its own and serves when nobody leads: so large transfers go on while callers
+//   compute. For a small one it is woken only if somebody at the other end would otherwise sleep.
 // - A post and a look at a handle also see to what has come, but copy only a little.
 //
 // The shared word `door` says whom a sender must wake. It is set before a thread looks for the last time and sleeps, and
@@ -26,6 +26,9 @@ namespace loong {
 constexpr uint64_t EAGER_BYTES = SMALL_BYTES;
 // What a post copies at most for messages that have come.
 constexpr uint64_t POST_BYTES = 2 * SMALL_BYTES;
+// A wait for large messages spins longer, by the time in which they are copied at this speed, within a limit.
+constexpr uint64_t BYTES_PER_NS = 8;
+constexpr int64_t MAX_COPY_SPIN_NS = 200'000;
 // How long `close` tries to tell busy peers what it still owes them.
 constexpr int64_t FLUSH_NS = 1'000'000'000;
 
@@ -39,11 +42,10 @@ public:
 
     // Take this rank's place; false if somebody had it before.
     bool enter() {
-        uint32_t absent = ABSENT;
-        if (!self_.state.compare_exchange_strong(absent, COMING)) return false;
+        uint32_t nobody = 0, pid = uint32_t(getpid());
+        if (!self_.pid.compare_exchange_strong(nobody, pid)) return false;
         entered_ = true;
-        self_.pid = uint32_t(getpid());
-        self_.start_time = read_start_time(self_.pid);
+        self_.start_time = read_start_time(pid);
         self_.state.store(PRESENT);
         return true;
     }
@@ -99,6 +101,7 @@ public:
         if (post.status.load() == PENDING) {
             std::unique_lock lock(mutex_);
             do_little(lock);
+            if (post.status.load() == PENDING) protocol_.ring_for_sends();
         }
         return post.status.load();
     }
@@ -166,13 +169,16 @@ private:
         leader_ = true;
         self_.door.store(AWAKE);
         uint32_t outcome = PENDING;
-        int64_t spin_until = spin_ns_ == 0 ? 0 : now_ns() + spin_ns_;
+        uint64_t bytes = 0;
+        for (const Op& op : post.ops) bytes += op.bytes;
+        const int64_t spin_ns = spin_ns_ == 0 ? 0 : spin_ns_ + std::min(int64_t(bytes / BYTES_PER_NS), MAX_COPY_SPIN_NS);
+        int64_t spin_until = spin_ns == 0 ? 0 : now_ns() + spin_ns;
         while (post.status.load() == PENDING && outcome == PENDING) {
             if (step(lock)) {
-                if (spin_ns_ != 0) spin_until = now_ns() + spin_ns_;
+                if (spin_ns != 0) spin_until = now_ns() + spin_ns;
                 continue;
             }
-            if (spin_ns_ != 0 && now_ns() < std::min(spin_until, deadline_ns)) {
+            if (spin_ns != 0 && now_ns() < std::min(spin_until, deadline_ns)) {
                 lock.unlock();
                 for (int round = 0; round < 64 && post.status.load() == PENDING && !protocol_.anything(); ++round) rest();
                 lock.lock();
@@ -181,6 +187,7 @@ private:
             uint32_t bell = self_.leader_bell.load();
             self_.door.store(LEADER_ASLEEP);
             if (!step(lock) && post.status.load() == PENDING) {
+                protocol_.ring_for_sends();
                 protocol_.sleeping_leaders_post = &post;
                 lock.unlock();
                 int error = futex_wait(self_.leader_bell, bell, deadline_ns);
@@ -199,6 +206,7 @@ private:
 
     uint32_t follow(Post& post, int64_t deadline_ns, std::unique_lock<std::mutex>& lock) {
         post.num_followers++;
+        protocol_.ring_for_sends();
         int error = 0;
         while (post.status.load() == PENDING && error == 0) {
             lock.unlock();

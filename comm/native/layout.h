@@ -32,7 +32,7 @@ struct Header {
     uint32_t channels;
 };
 
-enum RankState : uint32_t { ABSENT, COMING, PRESENT, CLOSED_DOWN, ABORTED };
+enum RankState : uint32_t { ABSENT, PRESENT, CLOSED_DOWN, ABORTED };
 
 // Who sees to what comes in, and so whom a sender must wake: nobody, as a thread is looking; the engine's thread; or the
 // caller that leads (see engine.h).
@@ -40,7 +40,8 @@ enum Door : uint32_t { AWAKE, ENGINE_ASLEEP, LEADER_ASLEEP };
 
 struct RankControl {
     alignas(LINE_BYTES) Word state;
-    uint32_t pid;
+    // Of its process, and so the claim to this rank; 0 while it is free.
+    Word pid;
     // Of the process, in the kernel's unit: tells it from a later one of the same number.
     uint64_t start_time;
     alignas(LINE_BYTES) Word door;

@@ -63,14 +63,8 @@ public:
                 if (rank == rank_) continue;
                 uint32_t state = world_->control(rank).state.load();
                 lost = rank;
-                if (state > PRESENT) return 2;
+                if (state > PRESENT || !is_alive(rank, state == PRESENT)) return 2;
                 if (state < PRESENT) all = false;
-                else if (watched_[rank].fd < 0 && !open_process(rank)) return 2;
-            }
-            for (uint32_t rank = 0; rank < world_->layout().world_size; ++rank) {
-                pollfd process = watched_[rank];
-                lost = rank;
-                if (process.fd >= 0 && poll(&process, 1, 0) > 0) return 2;
             }
             if (all) return 0;
             if (now_ns() >= deadline_ns) return 1;
@@ -97,13 +91,16 @@ public:
     void stop() { eventfd_write(stop_, 1); }
 
 private:
-    // False if the process has ended; its number may even be another's by now.
-    bool open_process(uint32_t rank) {
+    // False if the process that claimed a rank has ended. Its number may even be another's by now: a rank that is
+    // `present` has also said when its process started.
+    bool is_alive(uint32_t rank, bool present) {
         const RankControl& control = world_->control(rank);
-        int process = open_pidfd(control.pid);
-        if (process < 0) return false;
-        watched_[rank].fd = process;
-        return read_start_time(control.pid) == control.start_time;
+        uint32_t pid = control.pid.load();
+        if (pid == 0) return true;
+        pollfd& process = watched_[rank];
+        if (process.fd < 0) process.fd = open_pidfd(pid);
+        if (process.fd < 0 || poll(&process, 1, 0) > 0) return false;
+        return !present || read_start_time(pid) == control.start_time;
     }
 
     const std::shared_ptr<World> world_;

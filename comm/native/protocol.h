@@ -169,6 +169,16 @@ public:
         }
     }
 
+    // Before a thread sleeps that may wait for a send: wake peers that could take one but do not look.
+    void ring_for_sends() {
+        for (uint32_t rank = 0; rank < peers_.size(); ++rank) {
+            for (uint32_t channel = 0; channel < peers_[rank].sends.size(); ++channel) {
+                const SendLane& lane = peers_[rank].sends[channel];
+                if (!lane.ops.empty() && is_posted(rank, channel, lane.first)) ring_bell(rank);
+            }
+        }
+    }
+
     // The handle's status changes; whoever waits for it is woken.
     void settle(Post& post, Status status) {
         post.status.store(status);
@@ -439,14 +449,20 @@ private:
         return any;
     }
 
-    // A peer that neither can go on nor has anyone who waits finds the message when it next looks.
+    // Waking a thread costs both sides more than a small message does. A peer that nobody waits at finds it when it
+    // next looks; see `ring_for_sends` for the other end's patience.
     bool must_wake(uint32_t rank, const Message& message) const {
+        bool waits = world_->control(rank).waiters.load() != 0;
         switch (message.kind) {
-            case SEND: return world_->num_posted(rank_, rank, message.channel).load() > message.number;
+            case SEND: return (waits || message.bytes > SMALL_BYTES) && is_posted(rank, message.channel, message.number);
             case DONE:
-            case MISMATCH: return world_->control(rank).waiters.load() != 0;
+            case MISMATCH: return waits;
             default: return true;
         }
+    }
+
+    bool is_posted(uint32_t rank, uint32_t channel, uint64_t number) const {
+        return world_->num_posted(rank_, rank, channel).load() > number;
     }
 
     void ring_bell(uint32_t rank) {
