@@ -4,8 +4,9 @@ The parent makes a world, one memory file without a name (`create_shm_world`), a
 
     header | control words a rank | a ring of messages an ordered pair | staging slots an ordered pair | an arena a rank
 
-Only pages that were touched are backed by memory. Rings are lock-free with one writer and one reader; a rank holds
-nothing that others wait for, so it may be killed at any instruction. Who is there is known by pidfds.
+Only pages that were touched are backed by memory, and stay so for later tensors until the world is gone. Rings are
+lock-free with one writer and one reader; a rank holds nothing that others wait for, so it may be killed at any
+instruction. Who is there is known by pidfds, so all ranks must be in one PID namespace.
 
 A tensor that `ShmTransport.empty` makes lies in the rank's arena, from where the receiver copies it: one copy. If only
 the receiver's tensor lies in its arena, the sender copies it there: one copy. If neither does, a small message is
@@ -13,8 +14,9 @@ copied into the arena by `post`, and a large one goes piece by piece through the
 receiver says what is to be done, so both ends know at once when they disagree on a size or dtype.
 
 All of this is C++ of ``native/``, compiled on first use. The copies are made by the thread that waits, or by a thread
-of the transport's own while nobody waits; neither holds the interpreter's lock. A wait spins shortly before it sleeps,
-but only where each rank can have a core of its own.
+of the transport's own while nobody waits; neither holds the interpreter's lock. A small message to a rank where nobody
+waits is copied when that rank next posts, looks or waits, or when its sender would sleep. A wait spins shortly before
+it sleeps, but only where each rank can have a core of its own.
 """
 
 import ctypes
@@ -238,7 +240,8 @@ class ShmTransport(Transport):
         if native is None:
             raise TransportClosed(self._closed)
         handle = _ShmHandle(self, native, ops, channel)
-        self._held[native] = handle
+        if ops:
+            self._held[native] = handle
         if len(self._held) > self._max_held:
             self._let_go()
         return handle

@@ -376,16 +376,16 @@ def test_nothing_lies_in_dev_shm(process_world: ShmWorld) -> None:
 
 @pytest.mark.parametrize("channels", [1, 5])
 def test_stress_between_threads(channels: int, process_world: ShmWorld, on_threads: Any, exchanges: ModuleType) -> None:
-    on_threads(process_world(4, channels), lambda transport: exchanges.stress(transport, channels, 1500))
+    on_threads(process_world(4, channels), lambda transport: exchanges.stress(transport, channels, 800))
 
 
 def test_histories_of_processes_with_deaths() -> None:
-    play_with_deaths(0, 40)
+    play_with_deaths(0, 24)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(40, 240, 50))
+@pytest.mark.parametrize("first", range(24, 224, 50))
 def test_many_histories_of_processes_with_deaths(first: int) -> None:
     play_with_deaths(first, first + 50)
 

@@ -191,16 +191,15 @@ def test_without_a_compiler_gloo_serves(
         shm._library.cache_clear()
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_a_dead_rank_is_named_by_its_peer(transport: str) -> None:
+def test_a_dead_rank_is_named_by_its_peer() -> None:
     """Killed amid a prefill of both: the other's iteration fails with its name, and the executor reports it lost."""
     source = open_model()
     weights = source.share_weights(torch.float32)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    executor = ProcessExecutor(source.config, weights, [4000, 4000], events.put, transport=transport)
+    executor = ProcessExecutor(source.config, weights, [4000, 4000], events.put)
     try:
         weights.close()
-        assert executor.transport == ("shm" if transport == "auto" else "gloo")
+        assert executor.transport == "shm"
         assert {events.get(timeout=10) for _ in range(2)} == {Ready(0, 4000), Ready(1, 4000)}
         executor.submit(long_iteration(1, (0, 1), 3000))
         time.sleep(0.5)
