@@ -58,22 +58,4 @@ struct Post {
     std::shared_ptr<Post> self;
 };
 
-// Bytes to move within the mapping, in pieces, by any threads.
-struct Job {
-    enum Kind { PULL, PUSH, DRAIN } kind;
-    Op* op;
-    unsigned char* source;
-    unsigned char* target;
-    uint64_t bytes;
-    uint64_t position;
-    uint64_t offset;
-    // Handed out, and copied.
-    uint64_t begun = 0, ended = 0;
-};
-
-struct Piece {
-    Job* job;
-    uint64_t begin, bytes;
-};
-
 }  // namespace loong

@@ -13,17 +13,11 @@
 #pragma once
 
 #include <deque>
-#include <list>
 
 #include "arena.h"
-#include "post.h"
+#include "jobs.h"
 
 namespace loong {
-
-// Copied by one thread at a time; between pieces other messages get their turn.
-constexpr uint64_t PIECE_BYTES = 1 << 20;
-// Jobs up to this are done by whoever finds them, larger ones are left to threads that have the time.
-constexpr uint64_t SMALL_BYTES = 128 << 10;
 
 class Protocol {
 public:
@@ -75,7 +69,7 @@ public:
 
     // Whether `receive` or `take` would find something; needs no lock.
     bool anything() const {
-        if (num_jobs_.load(std::memory_order_relaxed) != 0) return true;
+        if (jobs_.any()) return true;
         for (uint32_t rank = 0; rank < peers_.size(); ++rank) {
             if (rank == rank_ || peers_[rank].gone.load(std::memory_order_relaxed)) continue;
             if (!world_->ring(rank, rank_).empty() || world_->control(rank).state.load() > PRESENT) return true;
@@ -83,19 +77,8 @@ public:
         return false;
     }
 
-    // Take the next piece to copy: small jobs first, large ones in turns.
-    bool take(Piece& piece, bool small_only) {
-        std::list<Job>& queue = small_.empty() && !small_only ? large_ : small_;
-        if (queue.empty()) return false;
-        Job& job = queue.front();
-        piece = {&job, job.begun, std::min(PIECE_BYTES, job.bytes - job.begun)};
-        job.begun += piece.bytes;
-        job.op->num_copies++;
-        std::list<Job>& destination = job.begun < job.bytes ? queue : begun_;
-        destination.splice(destination.end(), queue, queue.begin());
-        num_jobs_.store(small_.size() + large_.size(), std::memory_order_relaxed);
-        return true;
-    }
+    // Take the next piece to copy.
+    bool take(Piece& piece, bool small_only) { return jobs_.take(piece, small_only); }
 
     // A piece was copied.
     void finish(const Piece& piece) {
@@ -105,13 +88,13 @@ public:
         op.num_copies--;
         if (op.over) {
             // It failed meanwhile, and no more pieces are handed out.
-            if (job.ended == job.begun) drop(job);
+            if (job.ended == job.begun) jobs_.drop(job);
             if (op.num_copies == 0) let_go(op);
             return;
         }
         if (job.ended < job.bytes) return;
         Job done = job;
-        drop(job);
+        jobs_.drop(job);
         switch (done.kind) {
             case Job::PULL: {
                 uint32_t state = world_->control(op.peer).state.load();
@@ -137,13 +120,13 @@ public:
         if (peer.lost != NONE) return;
         // A peer that ended may have told us much before.
         while (receive_from(rank)) continue;
-        end_peer(peer, reason, {LOST, rank, reason});
+        end_peer(rank, reason, {LOST, rank, reason});
     }
 
     // Fail everything. What is being copied is let go when that has ended.
     void end() {
-        for (Peer& peer : peers_) {
-            if (peer.lost == NONE) end_peer(peer, ENDED, {CLOSED, rank_, NONE});
+        for (uint32_t rank = 0; rank < peers_.size(); ++rank) {
+            if (peers_[rank].lost == NONE) end_peer(rank, ENDED, {CLOSED, rank_, NONE});
         }
     }
 
@@ -268,14 +251,14 @@ private:
                     op.peer_may_write = false;
                     accept(op);
                 } else {
-                    add({Job::DRAIN, &op, world_->at(message.offset), op.data + message.position, message.bytes,
+                    jobs_.add({Job::DRAIN, &op, world_->at(message.offset), op.data + message.position, message.bytes,
                          message.position, message.offset});
                 }
                 break;
             }
             case GRANT: {
                 Op& op = *sends.ops[message.number - sends.first];
-                add({Job::PUSH, &op, op.data + message.position, world_->at(message.offset), message.bytes,
+                jobs_.add({Job::PUSH, &op, op.data + message.position, world_->at(message.offset), message.bytes,
                      message.position, message.offset});
                 break;
             }
@@ -301,7 +284,7 @@ private:
             tell(op.peer, {MISMATCH, op.channel, op.number, op.bytes, 0, 0, op.dtype, 0});
             fail(op, {MISMATCHED, op.peer, NONE, message.dtype, message.bytes});
         } else if (message.offset != NOWHERE) {
-            add({Job::PULL, &op, world_->at(message.offset), op.data, op.bytes, 0, message.offset});
+            jobs_.add({Job::PULL, &op, world_->at(message.offset), op.data, op.bytes, 0, message.offset});
         } else if (op.offset != NOWHERE) {
             op.peer_may_write = true;
             tell(op.peer, {GRANT, op.channel, op.number, op.bytes, op.offset, 0, 0, 0});
@@ -373,10 +356,11 @@ private:
         }
     }
 
-    void end_peer(Peer& peer, Reason reason, const Outcome& outcome) {
+    void end_peer(uint32_t rank, Reason reason, const Outcome& outcome) {
+        Peer& peer = peers_[rank];
         peer.lost = reason;
         peer.gone.store(true);
-        drop_jobs_of(peer);
+        jobs_.drop_peer(rank);
         for (SendLane& lane : peer.sends) {
             for (Op* op : lane.ops) {
                 if (op != nullptr) fail(*op, outcome);
@@ -391,30 +375,6 @@ private:
         }
         peer.unsent.clear();
         peer.in_want.clear();
-    }
-
-    void add(const Job& job) {
-        (job.bytes <= SMALL_BYTES ? small_ : large_).push_back(job);
-        num_jobs_.store(small_.size() + large_.size(), std::memory_order_relaxed);
-    }
-
-    // Hand out no more pieces of this peer's jobs; one that is being copied is dropped by `finish`.
-    void drop_jobs_of(const Peer& peer) {
-        for (std::list<Job>* queue : {&small_, &large_}) {
-            for (auto job = queue->begin(); job != queue->end();) {
-                auto next = std::next(job);
-                if (&peers_[job->op->peer] == &peer) {
-                    if (job->begun == job->ended) queue->erase(job);
-                    else begun_.splice(begun_.end(), *queue, job);
-                }
-                job = next;
-            }
-        }
-        num_jobs_.store(small_.size() + large_.size(), std::memory_order_relaxed);
-    }
-
-    void drop(const Job& job) {
-        begun_.remove_if([&](const Job& other) { return &other == &job; });
     }
 
     void tell(uint32_t rank, const Message& message) {
@@ -480,9 +440,7 @@ private:
     const uint32_t rank_;
     RankControl& self_;
     std::vector<Peer> peers_;
-    // Jobs with pieces left, and those whose last piece is being copied.
-    std::list<Job> small_, large_, begun_;
-    std::atomic<uint64_t> num_jobs_{0};
+    Jobs jobs_;
     std::vector<Op*> kept_;
 };
 
