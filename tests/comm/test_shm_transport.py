@@ -188,10 +188,10 @@ def test_handles_are_dropped_and_their_tensors_freed(process_world: ShmWorld) ->
 
 def test_tensors_live_as_long_as_they_are_in_flight(process_world: ShmWorld) -> None:
     first, second = process_world(2)
-    for number in range(20):
+    for number in range(5):
         first.post([Send(first.empty((300_000,), torch.uint8).fill_(number), 1)])
         gc.collect()
-    for number in range(20):
+    for number in range(5):
         target = torch.zeros(300_000, dtype=torch.uint8)
         second.post([Recv(target, 0)]).wait()
         assert (target == number).all()
@@ -380,12 +380,12 @@ def test_stress_between_threads(channels: int, process_world: ShmWorld, on_threa
 
 
 def test_histories_of_processes_with_deaths() -> None:
-    play_with_deaths(0, 24)
+    play_with_deaths(0, 16)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(24, 224, 50))
+@pytest.mark.parametrize("first", range(16, 216, 50))
 def test_many_histories_of_processes_with_deaths(first: int) -> None:
     play_with_deaths(first, first + 50)
 
