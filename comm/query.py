@@ -87,14 +87,13 @@ class QueryExchange:
         self._rows = {peer: sends[peer].to(device) for peer in holders}
 
         def empty(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(num_rows, num_heads, head_dim, dtype=dtype, device=device)
+            return transport.empty((num_rows, num_heads, head_dim), dtype, device)
 
         self._q_out = {peer: empty(self._rows[peer].numel(), dtype) for peer in holders}
         self._q_in = {peer: empty(receives[peer], dtype) for peer in askers}
         self._out = {peer: empty(self._rows[peer].numel(), torch.float32) for peer in holders}
         self._lse = {
-            peer: torch.empty(self._rows[peer].numel(), num_heads, dtype=torch.float32, device=device)
-            for peer in holders
+            peer: transport.empty((self._rows[peer].numel(), num_heads), torch.float32, device) for peer in holders
         }
         self._query_sends: dict[int, Handle] = {}
         self._query_recvs: dict[int, Handle] = {}

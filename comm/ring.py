@@ -133,7 +133,10 @@ class RingExchange:
             not _alike(buffer, block) for pair in self._buffers for buffer, block in zip(pair, (k, v), strict=True)
         ):
             shape_k, shape_v = (self.buffer_rows, *k.shape[1:]), (self.buffer_rows, *v.shape[1:])
-            self._buffers = [(k.new_empty(shape_k), v.new_empty(shape_v)) for _ in range(self.num_buffers)]
+            empty = self._transport.empty
+            self._buffers = [
+                (empty(shape_k, k.dtype, k.device), empty(shape_v, v.dtype, v.device)) for _ in range(self.num_buffers)
+            ]
         return self._buffers
 
     def _check_buffers(self, buffers: Sequence[KVBlock], k: torch.Tensor, v: torch.Tensor) -> None:

@@ -191,6 +191,21 @@ class Transport(ABC):
         """
         return
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Make a tensor, not filled, in the memory that this transport sends from and receives into fastest.
+
+        It is a tensor like any other and may outlive the transport. Any other tensor can be sent and received too.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Likewise.
+            device: Likewise.
+
+        Raises:
+            TransportClosed: The transport was closed or aborted, and has memory of its own.
+        """
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
     @abstractmethod
     def close(self) -> None:
         """Close this end and free what it holds; pending ops fail with `TransportClosed`. Idempotent.
@@ -215,7 +230,7 @@ class Transport(ABC):
         return [self._post(ops, channel) for ops in posts]
 
     def _check(self, op: Op) -> None:
-        if not isinstance(op, Send | Recv):
+        if not isinstance(op, (Send, Recv)):
             raise ValueError(f"ops must be Send or Recv, got {type(op).__name__}")
         if not 0 <= op.peer < self.world_size or op.peer == self.rank:
             raise ValueError(f"peer must be another rank in [0, {self.world_size}), got {op.peer} on rank {self.rank}")

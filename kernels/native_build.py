@@ -1,36 +1,26 @@
-"""Compile the C++ kernels of ``native/`` for this machine, once, into a cache that processes share.
+"""Compile the C++ kernels of ``native/`` for the best instruction set that this CPU has.
 
-On first use the sources are compiled with the machine's C++ compiler ($CXX, else c++, g++ or clang++) for the best
-instruction set that this CPU has, into
-
-    ($XDG_CACHE_HOME or ~/.cache)/loongserve/native/<hash of sources, flags, compiler and instruction set>.so
-
-under a file lock, so that of many processes one compiles and the rest wait. Without a compiler, or if it fails, there
-is one warning and the torch kernels serve instead. ``LOONG_CPU_NATIVE=0`` asks for those; ``LOONG_CPU_ISA`` names an
+That happens on first use, once for all processes (``native_library``). Without a compiler, or if it fails, there is one
+warning and the torch kernels serve instead. ``LOONG_CPU_NATIVE=0`` asks for those; ``LOONG_CPU_ISA`` names an
 instruction set. Nothing happens at import.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
+
+from loongserve.native_library import NativeBuildError, build_library
 
 _logger = logging.getLogger(__name__)
 
 SWITCH = "LOONG_CPU_NATIVE"
 ISA_VARIABLE = "LOONG_CPU_ISA"
 _SOURCES = Path(__file__).parent / "native"
-_COMPILE_SECONDS = 300
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 # Instruction set -> (what /proc/cpuinfo must list, compiler flags), best first.
 _AVX2 = (("avx2", "fma", "f16c"), ("-mavx2", "-mfma", "-mf16c"))
@@ -51,10 +41,6 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SMALL_LINEAR = (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *(_INT,) * 6)
 # Chosen by themselves. The AVX-512 sets were compiled but have not run on any machine yet: ask for them by name.
 _PROVEN = ("avx2", "portable")
-
-
-class NativeBuildError(RuntimeError):
-    """The native kernels can't be compiled or loaded; the message says why."""
 
 
 def load_native() -> ctypes.CDLL | None:
@@ -109,28 +95,6 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
-def find_compiler() -> list[str]:
-    """Answer the command of the C++ compiler: $CXX, else the first there is of c++, g++ and clang++.
-
-    Raises:
-        NativeBuildError: there is none.
-    """
-    if command := shlex.split(os.environ.get("CXX", "")):
-        if shutil.which(command[0]) is None:
-            raise NativeBuildError(f"the C++ compiler of CXX is not there: {command[0]!r}")
-        return command
-    for name in ("c++", "g++", "clang++"):
-        if path := shutil.which(name):
-            return [path]
-    raise NativeBuildError("no C++ compiler: install g++ or clang++, or name one in CXX")
-
-
-def cache_folder() -> Path:
-    """Name the folder of compiled kernels."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if root else Path.home() / ".cache") / "loongserve" / "native"
-
-
 def build(instruction_set: str, extra_flags: tuple[str, ...] = ()) -> Path:
     """Compile for an instruction set, unless that was done before, and answer the library's path.
 
@@ -143,38 +107,4 @@ def build(instruction_set: str, extra_flags: tuple[str, ...] = ()) -> Path:
         OSError: the cache can't be written or belongs to somebody else.
     """
     flags = (*_FLAGS, *_INSTRUCTION_SETS[instruction_set][1], *extra_flags)
-    compiler = find_compiler()
-    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    digest = hashlib.sha256()
-    for part in (*flags, *compiler, _run([*compiler, "--version"]), platform.machine()):
-        digest.update(part.encode() + b"\0")
-    for source in sources:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Code is loaded from here: nobody else may have put it there.
-    if (status := folder.stat()).st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} must belong to this user and be writable by nobody else")
-    library = folder / f"{instruction_set}-{digest.hexdigest()[:32]}.so"
-    if library.exists():
-        return library
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Another process may have compiled it while this one waited.
-        if not library.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                output = Path(scratch) / library.name
-                _run([*compiler, *flags, str(_SOURCES / "native.cpp"), "-o", str(output)])
-                output.chmod(0o700)
-                output.replace(library)
-    return library
-
-
-def _run(command: list[str]) -> str:
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeBuildError(f"{shlex.join(command)}: {error}") from error
-    if process.returncode != 0:
-        raise NativeBuildError(f"{shlex.join(command)} failed:\n{process.stderr[-2000:]}")
-    return process.stdout
+    return build_library(_SOURCES, "native.cpp", instruction_set, flags)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
+TransportChoice = Literal["auto", "shm", "gloo"]
 OptionValue = str | int | float | bool
 
 # KV pools whose size nobody chose take at most this part of the memory that is free.
@@ -66,6 +67,14 @@ class EngineConfig:
             "What to compute in; auto is float32, the fast one on most CPUs.", choices=("auto", "float32", "bfloat16")
         ),
     )
+    transport: TransportChoice = field(
+        default="auto",
+        metadata=_about(
+            "What carries tensors between instances: shm (memory that their processes share, far faster) or gloo "
+            "(TCP within the machine). auto is shm where there is a C++ compiler to build it, else gloo.",
+            choices=("auto", "shm", "gloo"),
+        ),
+    )
     control_interval_ms: int = field(
         default=50,
         metadata=_about(
@@ -103,6 +112,7 @@ class EngineConfig:
             self.device,
         )
         _check(self.dtype in ("auto", "float32", "bfloat16"), "dtype", "auto, float32 or bfloat16", self.dtype)
+        _check(self.transport in ("auto", "shm", "gloo"), "transport", "auto, shm or gloo", self.transport)
         if self.model is not None and not Path(self.model).expanduser().exists():
             raise ValueError(f"model: expected a folder or a .gguf file, got {self.model!r}, which does not exist")
 

@@ -84,7 +84,15 @@ def start_processes(
     config: EngineConfig, model: ModelConfig, weights: SharedWeights, num_slots: Sequence[int], deliver: Deliver
 ) -> ProcessExecutor:
     """Start one process an instance. Raises: StartupError."""
-    return ProcessExecutor(model, weights, num_slots, deliver, dtype=config.compute_dtype, device=config.compute_device)
+    return ProcessExecutor(
+        model,
+        weights,
+        num_slots,
+        deliver,
+        dtype=config.compute_dtype,
+        device=config.compute_device,
+        transport=config.transport,
+    )
 
 
 def start_threads(

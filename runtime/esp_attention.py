@@ -90,6 +90,9 @@ class EspAttention:
         self._ring: RingExchange | None = None
         if batch.uses_ring:
             self._ring = RingExchange(transport, batch.group, batch.ring_rows)
+            # From here the next member takes them without another copy. A layer's pass is over before the next one's.
+            shape = (batch.num_striped, config.num_kv_heads, config.head_dim)
+            self._fresh = (transport.empty(shape, dtype, device), transport.empty(shape, dtype, device))
 
         self._exchange: QueryExchange | None = None
         self._remote: dict[int, tuple[PagedPlan, AttentionState]] = {}
@@ -104,7 +107,12 @@ class EspAttention:
                 device=device,
             )
             for peer, queries in batch.remote.items():
-                state = AttentionState.empty(queries.num_rows, config.num_q_heads, config.head_dim, device)
+                # Not filled: attention overwrites it in each layer.
+                rows = (queries.num_rows, config.num_q_heads)
+                state = AttentionState(
+                    transport.empty((*rows, config.head_dim), torch.float32, device),
+                    transport.empty(rows, torch.float32, device),
+                )
                 self._remote[peer] = (self._plan_paged(queries.cu_seqlens_q, queries.slots, device), state)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,7 +151,8 @@ class EspAttention:
         if self._ring is None:
             blocks = iter([(self._batch.member, k, v)] if striped else [])
         else:
-            blocks = self._ring.blocks(k.contiguous(), v.contiguous())
+            # k and v are views of one product as a rule, so they are copied in any case.
+            blocks = self._ring.blocks(self._fresh[0].copy_(k), self._fresh[1].copy_(v))
         for member, block_k, block_v in blocks:
             plan, slots = self._blocks[member]
             save = None if slots is None else KVSave(slots, k_cache, v_cache)

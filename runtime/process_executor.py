@@ -1,5 +1,6 @@
 """Real instances: one process a rank on this machine, commanded over anonymous socket pairs."""
 
+import logging
 import os
 import selectors
 import socket
@@ -13,12 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import loongserve
+from loongserve.comm.shm import create_shm_world
+from loongserve.native_library import NativeBuildError
 from loongserve.runtime import wire
+from loongserve.runtime.config import TransportChoice
 from loongserve.runtime.executor import Deliver, recipients
 from loongserve.runtime.model.config import ModelConfig
 from loongserve.runtime.model.weights import SharedWeights
 from loongserve.runtime.protocol import InstanceLost, RankCommand, Ready, Shutdown, StartupFailed
 from loongserve.runtime.rank import RankConfig
+
+_logger = logging.getLogger(__name__)
 
 # How long ranks may take to import, attach the weights and find each other.
 STARTUP_TIMEOUT_S = 300.0
@@ -64,10 +70,11 @@ class ProcessExecutor:
         deliver: called with every event, from a thread for each rank.
         dtype: float32, bfloat16 or float16.
         device: cpu, or cuda (instance i on the i-th device).
+        transport: shm, gloo, or auto: shm where it can be had, else gloo after a warning.
         timeout_s: deadline of a message between ranks.
 
     Raises:
-        StartupError: a rank did not start; all are ended.
+        StartupError: a rank did not start, or there is no such transport; all are ended.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class ProcessExecutor:
         *,
         dtype: str = "float32",
         device: str = "cpu",
+        transport: TransportChoice = "auto",
         timeout_s: float = 60.0,
     ) -> None:
         self.num_instances = len(num_slots)
@@ -89,8 +97,7 @@ class ProcessExecutor:
         self._readers: list[threading.Thread] = []
         # More threads than cores in all would make every operation slower, by 2.6 times on a 2-core machine.
         num_threads = max(1, len(os.sched_getaffinity(0)) // self.num_instances)
-        # The ranks' rendezvous is a file in memory without a name: nothing to clean up, whoever is killed.
-        store = os.memfd_create("loongserve-rendezvous")
+        self.transport, world = _make_world(transport, self.num_instances)
         configs = [
             RankConfig(
                 instance=instance,
@@ -101,14 +108,15 @@ class ProcessExecutor:
                 dtype=dtype,
                 device=f"cuda:{instance}" if device == "cuda" else device,
                 num_threads=num_threads,
-                store_fd=store,
+                transport=self.transport,
+                world_fd=world,
                 timeout_s=timeout_s,
             )
             for instance, slots in enumerate(num_slots)
         ]
         try:
             for _ in configs:
-                self._spawn(num_threads, [store, *weights.fds])
+                self._spawn(num_threads, [world, *weights.fds])
             ready = self._set_up(configs)
         except BaseException:
             # None has begun anything that is worth waiting for.
@@ -117,7 +125,7 @@ class ProcessExecutor:
             self.close()
             raise
         finally:
-            os.close(store)
+            os.close(world)
         for event in ready:
             deliver(event)
         for instance, sock in enumerate(self._sockets):
@@ -232,6 +240,21 @@ class ProcessExecutor:
         except subprocess.TimeoutExpired:
             return f"process {process.pid} closed its connection"
         return f"process {process.pid} ended with {'signal ' + str(-code) if code < 0 else 'status ' + str(code)}"
+
+
+def _make_world(transport: TransportChoice, num_instances: int) -> tuple[str, int]:
+    """Choose shm or gloo, and make the file through which the ranks meet.
+
+    It is a file in memory without a name: nothing to clean up, whoever is killed.
+    """
+    if transport != "gloo":
+        try:
+            return "shm", create_shm_world(num_instances)
+        except (NativeBuildError, OSError) as error:
+            if transport == "shm":
+                raise StartupError(f"no shared-memory transport, use gloo or auto: {error}") from error
+            _logger.warning("no shared-memory transport, gloo serves instead: %s", error)
+    return "gloo", os.memfd_create("loongserve-rendezvous")
 
 
 def _set_send_timeout(sock: socket.socket, timeout_s: float) -> None:

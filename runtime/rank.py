@@ -45,8 +45,10 @@ class RankConfig:
     device: str
     # Compute threads.
     num_threads: int
-    # Inherited memory file through which the ranks find each other.
-    store_fd: int
+    # shm or gloo.
+    transport: str
+    # Inherited memory file: the shared-memory world, or what gloo's ranks find each other through.
+    world_fd: int
     # No message of a peer may take longer.
     timeout_s: float
 
@@ -80,6 +82,8 @@ class _Runner:
         import torch
 
         from loongserve.comm.gloo import GlooTransport
+        from loongserve.comm.shm import ShmTransport
+        from loongserve.comm.transport import Transport
         from loongserve.runtime.instance import Instance
         from loongserve.runtime.model.config import ModelConfig
         from loongserve.runtime.model.llama import LlamaModel
@@ -92,9 +96,12 @@ class _Runner:
             dtype=getattr(torch, config.dtype),
             device=config.device,
         )
-        transport = GlooTransport(
-            config.instance, config.num_instances, f"/proc/self/fd/{config.store_fd}", timeout_s=config.timeout_s
-        )
+        transport: Transport
+        if config.transport == "shm":
+            transport = ShmTransport(config.instance, config.world_fd, timeout_s=config.timeout_s)
+        else:
+            store = f"/proc/self/fd/{config.world_fd}"
+            transport = GlooTransport(config.instance, config.num_instances, store, timeout_s=config.timeout_s)
         self.instance = Instance(config.instance, model, transport, config.num_slots)
         self._sock = sock
 

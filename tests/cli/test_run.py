@@ -181,6 +181,7 @@ def test_port_in_use(processes: Any) -> None:
         (["--kv-tokens", "0"], ("--kv-tokens", "at least 1")),
         (["--device", "tpu"], ("--device", "tpu")),
         (["--dtype", "int4"], ("--dtype", "int4")),
+        (["--transport", "tcp"], ("--transport", "tcp")),
         (["--policy", "elastc"], ("--policy", "elastc", "elastic", "static")),
         (["--policy", "static", "--policy-option", "dop=1.5"], ("--policy", "dop", "int", "1.5")),
         (["--policy-option", "alone"], ("--policy-option", "KEY=VALUE", "alone")),
@@ -205,11 +206,12 @@ def test_options_make_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_module, "_run", record)
     arguments = "--instances 4 --policy elastic --policy-option max-batch-tokens=2 --kv-tokens 500 "
-    arguments += "--max-model-len 900 --device cpu --dtype bfloat16 --control-interval-ms 20 --host ::1 --grpc-port 0"
+    arguments += "--max-model-len 900 --device cpu --dtype bfloat16 --transport gloo"
+    arguments += " --control-interval-ms 20 --host ::1 --grpc-port 0"
     assert CliRunner().invoke(main, [os.getcwd(), *arguments.split()]).exit_code == 0
     assert CliRunner().invoke(main, []).exit_code == 0
     options = (("max_batch_tokens", 2),)
-    expected = EngineConfig(os.getcwd(), 4, 1, "elastic", options, 500, 900, "cpu", "bfloat16", 20)
+    expected = EngineConfig(os.getcwd(), 4, 1, "elastic", options, 500, 900, "cpu", "bfloat16", "gloo", 20)
     assert seen == [(expected, "::1", 0), (EngineConfig(), "127.0.0.1", 50051)]
 
 

@@ -14,6 +14,7 @@ import torch
 
 from loongserve.comm.gloo import GlooTransport
 from loongserve.comm.local import LocalWorld
+from loongserve.comm.shm import ShmTransport, create_shm_world
 from loongserve.comm.staged import StagedTransport
 from loongserve.comm.transport import Handle, Op, Recv, Transport
 
@@ -72,6 +73,9 @@ class GuardedTransport(Transport):
             self._in_flight += [(handle, op) for handle, ops in zip(handles, posts, strict=True) for op in ops]
             return handles
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        return self._inner.empty(shape, dtype, device)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -119,29 +123,35 @@ def guard() -> Callable[[Sequence[Transport]], list[Transport]]:
     return lambda transports: [GuardedTransport(transport) for transport in transports]
 
 
-def connect_gloo(size: int, store_path: Path, channels: int = 2, timeout_s: float = 60.0) -> list[Transport]:
-    """Make the ranks of a gloo world in this process."""
+def connect(kind: str, size: int, store_path: Path, channels: int = 2, timeout_s: float = 60.0) -> list[Transport]:
+    """Make the ranks of a gloo or shm world in this process."""
     transports: dict[int, Transport] = {}
+    file = create_shm_world(size, arena_bytes=1 << 22, channels=channels) if kind == "shm" else -1
 
     def make(rank: int) -> None:
-        transports[rank] = GlooTransport(rank, size, store_path, channels, timeout_s)
+        if kind == "gloo":
+            transports[rank] = GlooTransport(rank, size, store_path, channels, timeout_s)
+        else:
+            transports[rank] = ShmTransport(rank, file, timeout_s)
 
     threads = [threading.Thread(target=make, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout_s)
+    if kind == "shm":
+        os.close(file)
     return [transports[rank] for rank in range(size)]
 
 
-@pytest.fixture(params=["local", "local-delayed", "staged", "gloo"])
+@pytest.fixture(params=["local", "local-delayed", "staged", "gloo", "shm"])
 def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], list[Transport]]]:
     """Makes the transports of a world of a given size; the test runs over each kind of world."""
     made: list[Transport] = []
 
     def make(size: int) -> list[Transport]:
-        if request.param == "gloo":
-            transports = connect_gloo(size, tmp_path / f"store-{len(made)}")
+        if request.param in ("gloo", "shm"):
+            transports = connect(request.param, size, tmp_path / f"store-{len(made)}")
         else:
             world = LocalWorld(size, seed=11, max_delay_s=0.0 if request.param == "local" else 0.002)
             transports: list[Transport] = [world.transport(rank) for rank in range(size)]
@@ -155,12 +165,19 @@ def make_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
         transport.close()
 
 
+@pytest.fixture(params=["gloo", "shm"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """A transport between processes; a test of one of them alone overrides it."""
+    return str(request.param)
+
+
 @pytest.fixture
-def gloo_world(tmp_path: Path) -> Iterator[Callable[..., list[Transport]]]:
+def process_world(kind: str, tmp_path: Path) -> Iterator[Callable[..., list[Transport]]]:
+    """Makes the transports of a world that could be processes in this one."""
     made: list[Transport] = []
 
     def make(size: int, channels: int = 2, timeout_s: float = 60.0) -> list[Transport]:
-        made.extend(connect_gloo(size, tmp_path / f"store-{len(made)}", channels, timeout_s))
+        made.extend(connect(kind, size, tmp_path / f"store-{len(made)}", channels, timeout_s))
         return made[-size:]
 
     yield make
@@ -169,16 +186,28 @@ def gloo_world(tmp_path: Path) -> Iterator[Callable[..., list[Transport]]]:
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"]]]:
+def spawn(kind: str, tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"]]]:
     """Starts real processes that run a scenario of exchanges.py; those left at the end of the test are killed."""
     processes: list[subprocess.Popen[str]] = []
+    files: list[int] = []
 
     def start(scenario: str, world_size: int, ranks: Sequence[int] | None = None) -> list["subprocess.Popen[str]"]:
+        place = str(tmp_path / "store")
+        if kind == "shm":
+            files.append(create_shm_world(world_size, channels=3))
+            place = str(files[-1])
         environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
         for rank in range(world_size) if ranks is None else ranks:
-            command = [sys.executable, str(EXCHANGES), scenario, str(rank), str(world_size), str(tmp_path / "store")]
+            command = [sys.executable, str(EXCHANGES), scenario, str(rank), str(world_size), kind, place]
             processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env=environment,
+                    pass_fds=files,
+                )
             )
         return processes
 
@@ -188,3 +217,5 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., list["subprocess.Popen[str]"
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+    for file in files:
+        os.close(file)

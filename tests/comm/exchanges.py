@@ -17,6 +17,7 @@ import torch
 from loongserve.comm.gloo import GlooTransport
 from loongserve.comm.query import QueryExchange
 from loongserve.comm.ring import RingExchange
+from loongserve.comm.shm import ShmTransport
 from loongserve.comm.transport import Handle, Op, PeerLost, Recv, Send, Transport, TransportError
 
 NUM_HEADS = 3
@@ -108,8 +109,11 @@ def run_iteration(transport: Transport, iteration: Iteration) -> None:
             raise AssertionError(f"rank {me}: states came from {holders}")
 
 
-def make_history(seed: int, world_size: int, num_iterations: int = 6) -> list[Iteration]:
-    """Draw iterations of random overlapping groups, to be issued in this one order to all their members."""
+def make_history(seed: int, world_size: int, num_iterations: int = 6, scale: int = 1) -> list[Iteration]:
+    """Draw iterations of random overlapping groups, to be issued in this one order to all their members.
+
+    Blocks have `scale` times the rows, in rings only.
+    """
     rng = random.Random(seed)
     history = []
     for number in range(num_iterations):
@@ -124,7 +128,7 @@ def make_history(seed: int, world_size: int, num_iterations: int = 6) -> list[It
             Iteration(
                 number=number,
                 group=tuple(group),
-                rows=tuple(rng.choice((0, 1, 2, 5)) for _ in group),
+                rows=tuple(rng.choice((0, 1, 2, 5)) * scale for _ in group),
                 dtype=rng.choice(DTYPES),
                 num_layers=rng.randint(1, 2),
                 asks=asks,
@@ -161,7 +165,12 @@ def stress(transport: Transport, seed: int, num_messages: int = 400) -> None:
 
     def size_of(source: int, destination: int, channel: int, number: int) -> int:
         rng = random.Random(f"{seed}:{source}:{destination}:{channel}:{number}")
-        return rng.choice((1, 1, 1, rng.randint(2, 100), rng.randint(1, 60_000)))
+        sizes = (1, 1, 1, rng.randint(2, 100), rng.randint(1, 60_000))
+        return rng.choice(sizes) if rng.random() < 0.97 else rng.randint(100_000, 2_000_000)
+
+    def make(size: int) -> torch.Tensor:
+        """In the transport's own memory or not: all combinations of both ends are met."""
+        return transport.empty((size,), torch.uint8) if order.random() < 0.5 else torch.empty(size, dtype=torch.uint8)
 
     order = random.Random(f"{seed}:{transport.rank}")
     per_lane = num_messages // (2 * len(lanes))
@@ -175,10 +184,10 @@ def stress(transport: Transport, seed: int, num_messages: int = 400) -> None:
         counts[(peer, channel), kind] += 1
         if kind == "send":
             size = size_of(transport.rank, peer, channel, number)
-            tensor = pattern((size,), torch.uint8, transport.rank, peer, channel, number)
+            tensor = make(size).copy_(pattern((size,), torch.uint8, transport.rank, peer, channel, number))
             posts.append((Send(tensor, peer), channel))
         else:
-            tensor = torch.full((size_of(peer, transport.rank, channel, number),), 255, dtype=torch.uint8)
+            tensor = make(size_of(peer, transport.rank, channel, number)).fill_(255)
             posts.append((Recv(tensor, peer), channel))
             received.append((peer, channel, number, tensor))
     handles: list[Handle] = []
@@ -262,20 +271,26 @@ def outcome(action: Callable[[], object]) -> tuple[object, ...]:
     return "ok", -1, time.monotonic()
 
 
-def main(scenario: str, rank: int, world_size: int, store_path: str) -> None:
+def connect(kind: str, rank: int, world_size: int, place: str, timeout_s: float) -> Transport:
+    """Make a transport of a world that is reached by a path (gloo) or an inherited file (shm)."""
+    if kind == "gloo":
+        return GlooTransport(rank, world_size, place, channels=3, timeout_s=timeout_s)
+    return ShmTransport(rank, int(place), timeout_s=timeout_s)
+
+
+def main(scenario: str, rank: int, world_size: int, kind: str, place: str) -> None:
     torch.set_num_threads(1)
     report("connecting")
     try:
-        transport = GlooTransport(rank, world_size, store_path, channels=3, timeout_s=3 if scenario == "absent" else 60)
+        transport = connect(kind, rank, world_size, place, timeout_s=2 if scenario == "absent" else 60)
     except TransportError as error:
         report("refused", type(error).__name__)
         return
     if scenario == "exchanges":
         exchange_all_sizes(transport)
-        for seed in range(10):
+        for seed in range(6):
             play(transport, make_history(seed, world_size))
-        for seed in range(2):
-            stress(transport, seed)
+        stress(transport, seed=0)
         barrier(transport)
     elif scenario == "lose_peer":
         lose_peer(transport, world_size - 1)
@@ -288,4 +303,4 @@ def main(scenario: str, rank: int, world_size: int, store_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -11,9 +11,10 @@ import torch
 
 from loongserve.kernels import cpu_native, native_build
 from loongserve.kernels.linear import small_linear
-from loongserve.kernels.native_build import NativeBuildError, build, cache_folder, choose_instruction_set, load_native
+from loongserve.kernels.native_build import build, choose_instruction_set, load_native
 from loongserve.kernels.state import AttentionState
 from loongserve.kernels.striped import plan_striped_attention, striped_attention
+from loongserve.native_library import NativeBuildError, cache_folder
 
 # A compiler that notes each run in $LOG and makes an empty library after a while.
 SLOW_COMPILER = """#!/bin/sh

@@ -47,6 +47,7 @@ TOKEN_BYTES = 2 * 4 * 2 * 16 * 4
         ({"device": "cuda"}, ("device", "auto or cpu", "no transport", "cuda")),
         ({"device": "tpu"}, ("device", "auto, cpu or cuda", "tpu")),
         ({"dtype": "float64"}, ("dtype", "bfloat16", "float64")),
+        ({"transport": "tcp"}, ("transport", "auto, shm or gloo", "tcp")),
         ({"model": "/no/such/model"}, ("model", "/no/such/model", "does not exist")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -1,24 +1,30 @@
 """Ranks that fail, hang or die, at any moment: stand-ins that do as the test says, commanded as real ones are."""
 
+import logging
 import os
 import queue
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from loongserve.comm import shm
 from loongserve.runtime import process_executor
+from loongserve.runtime.model.source import open_model
 from loongserve.runtime.process_executor import ProcessExecutor, StartupError
 from loongserve.runtime.protocol import (
     Free,
     InstanceLost,
     Iteration,
     IterationDone,
+    IterationFailed,
     Ready,
     SamplingParams,
     Segment,
@@ -49,10 +55,10 @@ def start(monkeypatch: pytest.MonkeyPatch):
     processes: list[subprocess.Popen[bytes]] = []
     executors: list[ProcessExecutor] = []
 
-    def start(*scripts: str) -> "tuple[ProcessExecutor, queue.SimpleQueue[Any]]":
+    def start(*scripts: str, **options: Any) -> "tuple[ProcessExecutor, queue.SimpleQueue[Any]]":
         waiting = list(scripts)
 
-        def spawn(module: str, sock: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        def spawn(module: str, sock: Any, **others: Any) -> "subprocess.Popen[bytes]":
             script = waiting.pop(0)
             path = os.path.dirname(os.path.dirname(sys.modules["loongserve"].__file__ or ""))
             process = subprocess.Popen(
@@ -67,7 +73,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
         model = SimpleNamespace(to_dict=dict)
         weights = SimpleNamespace(describe=dict, fds=())
         events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        executor = ProcessExecutor(model, weights, [10 + i for i in range(len(scripts))], events.put)
+        executor = ProcessExecutor(model, weights, [10 + i for i in range(len(scripts))], events.put, **options)
         executors.append(executor)
         return executor, events
 
@@ -163,3 +169,48 @@ def test_close_ends_ranks_that_hang(start, monkeypatch: pytest.MonkeyPatch) -> N
     # One deadline for all of them.
     assert time.monotonic() - begin < 3
     assert not any(psutil.pid_exists(pid) for pid in executor.pids())
+
+
+def test_without_a_compiler_gloo_serves(
+    start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    shm._library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            executor, _ = start(PRELUDE + "assert config['transport'] == 'gloo'\n" + READY + OBEY)
+        assert executor.transport == "gloo"
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+            "no shared-memory transport, gloo serves instead"
+        ]
+        assert "no-such-compiler" in caplog.text
+        with pytest.raises(StartupError, match=r"no shared-memory transport, use gloo or auto: .*no-such-compiler"):
+            start(PRELUDE + READY + OBEY, transport="shm")
+    finally:
+        shm._library.cache_clear()
+
+
+def test_a_dead_rank_is_named_by_its_peer() -> None:
+    """Killed amid a prefill of both: the other's iteration fails with its name, and the executor reports it lost."""
+    source = open_model()
+    weights = source.share_weights(torch.float32)
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    executor = ProcessExecutor(source.config, weights, [4000, 4000], events.put)
+    try:
+        weights.close()
+        assert executor.transport == "shm"
+        assert {events.get(timeout=10) for _ in range(2)} == {Ready(0, 4000), Ready(1, 4000)}
+        executor.submit(long_iteration(1, (0, 1), 3000))
+        time.sleep(0.5)
+        os.kill(executor.pids()[1], signal.SIGKILL)
+        killed = time.monotonic()
+        seen = [events.get(timeout=20) for _ in range(3)]
+        failed = next(event for event in seen if isinstance(event, IterationFailed))
+        assert (failed.instance, failed.seq) == (0, 1)
+        assert failed.message.startswith("PeerLost: rank 1 is lost")
+        assert {event.instance for event in seen if isinstance(event, InstanceLost)} == {0, 1}
+        # What it was computing comes before; a transport's own deadline is a minute.
+        assert time.monotonic() - killed < 20
+    finally:
+        executor.close()
