@@ -1,4 +1,4 @@
-"""A transport between processes of one machine, on torch's gloo: works everywhere, needs nothing but a CPU.
+"""A transport between processes of one machine or of a network, on torch's gloo: needs nothing but a CPU.
 
 gloo moves the data on a thread of its own and closes the pair of a rank that died as soon as the kernel closes its
 socket. Two things it does not do well are kept from callers:
@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from loongserve.comm.transport import (
     Handle,
@@ -76,10 +76,11 @@ class _Courier(threading.Thread):
 
 
 class GlooTransport(Transport):
-    """One rank of a world of processes on this machine, over TCP on the loopback interface.
+    """One rank of a world of processes, over TCP: on the loopback interface, or on the one that has ``host``.
 
-    Every rank must make it; it returns when all are connected to all. Only CPU tensors. There is one gloo process
-    group a channel, so a large message on one does not hold up the others; no global process group is used or made.
+    Messages are neither encrypted nor authenticated: a network must be trusted. Every rank must make it; it returns
+    when all are connected to all. Only CPU tensors. There is one gloo process group a channel, so a large message on
+    one does not hold up the others; no global process group is used or made.
 
     A peer that dies is seen at once, one that hangs only by the deadline of a wait. A wait that times out leaves its
     ops posted, as with any `Transport`: abort then.
@@ -87,10 +88,12 @@ class GlooTransport(Transport):
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        store_path: A file for the rendezvous, in a directory that only the user can write; must not exist before the
-            first rank makes its transport, and must be a new one for each world.
+        store: Where the ranks find each other: the path of a file that only the user can write, which must not exist
+            before the first rank makes its transport and must be a new one for each world; or, across machines, a store
+            of torch (``TCPStore``), behind a ``PrefixStore`` of its own for each world.
         channels: Number of channels.
         timeout_s: Seconds to wait for the other ranks here, and deadline of waits that name none.
+        host: Address of this machine at which the other ranks reach it.
 
     Raises:
         ValueError: An argument is out of range.
@@ -102,9 +105,10 @@ class GlooTransport(Transport):
         self,
         rank: int,
         world_size: int,
-        store_path: str | PathLike[str],
+        store: str | PathLike[str] | Store,
         channels: int = 2,
         timeout_s: float = 60.0,
+        host: str = "127.0.0.1",
     ) -> None:
         super().__init__(rank, world_size, channels)
         if timeout_s <= 0:
@@ -116,7 +120,7 @@ class GlooTransport(Transport):
         self._couriers: dict[_Lane, _Courier] = {}
         self._num_posted: dict[_Lane, int] = {}
         try:
-            self._groups = self._connect(fspath(store_path)) if world_size > 1 else []
+            self._groups = self._connect(store, host) if world_size > 1 else []
         except RuntimeError as error:
             message = f"rank {rank} could not connect to all of {world_size} ranks within {timeout_s:g} s: {error}"
             if "time" in str(error).lower():
@@ -141,15 +145,16 @@ class GlooTransport(Transport):
         if op.tensor.device.type != "cpu":
             raise ValueError(f"gloo moves CPU tensors only, got one on {op.tensor.device}")
 
-    def _connect(self, store_path: str) -> list[_Group]:
+    def _connect(self, store: str | PathLike[str] | Store, host: str) -> list[_Group]:
         timeout = timedelta(seconds=self._timeout_s)
-        store = FileStore(store_path, self.world_size)
-        store.set_timeout(timeout)
+        if not isinstance(store, Store):
+            store = FileStore(fspath(store), self.world_size)
+            store.set_timeout(timeout)
         groups: list[_Group] = []
         for channel in range(self.num_channels):
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            # The address, not a host name: that of the machine need not resolve, or may be reachable from outside.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+            # Never the machine's own name: it need not resolve, or may be reachable from outside.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
             options._timeout = timeout
             options._threads = 1
             prefix = PrefixStore(f"channel-{channel}", store)

@@ -1,11 +1,14 @@
 """GlooTransport: what is its own. What it has in common with others is in test_process_transports."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from loongserve.comm.gloo import GlooTransport
 from loongserve.comm.transport import Recv, Send, Transport, TransportTimeout
@@ -54,6 +57,30 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     transport.post([]).wait()
     transport.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_a_network_meet_at_a_store_and_connect_by_address() -> None:
+    """As on two machines: no file, and an address that is not the usual one."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: dict[int, GlooTransport] = {}
+
+    def join(rank: int) -> None:
+        client = TCPStore("127.0.0.1", store.port)
+        ranks[rank] = GlooTransport(rank, 2, PrefixStore("epoch-0", client), host=f"127.0.0.{2 + rank}")
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    addresses = {connection.laddr.ip for connection in psutil.Process().net_connections("tcp")}
+    assert {"127.0.0.2", "127.0.0.3"} <= addresses
+    received = torch.zeros(3)
+    ranks[0].post([Send(torch.ones(3), 1)])
+    ranks[1].post([Recv(received, 0)]).wait()
+    assert received.all()
+    for transport in ranks.values():
+        transport.close()
 
 
 def test_wrong_arguments_are_refused(process_world: GlooWorld, tmp_path: Path) -> None:
