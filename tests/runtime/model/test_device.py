@@ -109,10 +109,17 @@ def is_whole(engine: Engine) -> bool:
     return False
 
 
+def as_floats(logits: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(logits), dtype=torch.float32)
+
+
 def test_three_instances_on_one_device(
     save_tiny: Callable[..., Path], start_on_device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same kernels on the same numbers: tokens and logits are those of the CPU, bit for bit."""
+    """The same kernels on the same numbers: tokens and logits are those of the CPU.
+
+    But for rounding: which requests share an iteration is a matter of time, and sums depend on it.
+    """
     monkeypatch.setenv("LOONG_KERNELS", "reference")
     folder = str(save_tiny(num_hidden_layers=1))
     prompts = [tuple((7 * i + n) % 131 for i in range(n)) for n in (1, 5, 130)]
@@ -131,4 +138,10 @@ def test_three_instances_on_one_device(
                 assert is_whole(engine)
         return answers
 
-    assert run("cuda", start_on_device) == run("cpu", start_threads)
+    there, here = run("cuda", start_on_device), run("cpu", start_threads)
+    assert there.keys() == here.keys()
+    for name, streams in here.items():
+        for stream, expected in zip(there[name], streams, strict=True):
+            assert [token for token, _ in stream] == [token for token, _ in expected]
+            for (_, logits), (_, of_cpu) in zip(stream, expected, strict=True):
+                torch.testing.assert_close(as_floats(logits), as_floats(of_cpu), rtol=1e-5, atol=1e-5)
