@@ -49,8 +49,9 @@ class KVStorage:
 
     ``k[layer]`` and ``v[layer]`` are [num_slots, num_kv_heads, head_dim], contiguous, in one allocation: on the CPU
     private memory on huge pages, or shared memory that has a descriptor, or memory of the caller; on CUDA devices
-    `CudaMemory`, or torch's own where cuda-python or CUDA itself (ROCm) is not there. Nothing is initialised: on the CPU the system backs a page (2 MiB where it has huge ones) when it is
-    first written, so an unused pool costs address space alone.
+    `CudaMemory`, or torch's own where cuda-python or CUDA itself (ROCm) is not there. Nothing is initialised: on the
+    CPU the system backs a page (2 MiB where it has huge ones) when it is first written, so an unused pool costs address
+    space alone.
 
     Args:
         num_layers: At least 1.
