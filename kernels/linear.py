@@ -4,7 +4,7 @@
 
 with float32 sums and one rounding at the end. The native kernel reads each weight once, in bfloat16 or int8, and widens
 it in registers; torch serves where it is not there. A call's fixed cost in Python shows on small matrices: one row
-times 576x1536 is slower than torch's own product.
+times 576x1536 is no faster than torch's own product.
 
 Source: weight-only quantisation a row as in LLM.int8() (Dettmers et al. 2022), without its outliers.
 """

@@ -19,8 +19,9 @@ from loongserve.kernels.state import AttentionState
 HEADS = (9, 3, 64)
 # Slots are single tokens, and SDPA is given them in a row: what finding them costs is what is allowed.
 LEAST_RATIO = 0.1
-# Of the bandwidth of plain loads.
-LEAST_BANDWIDTH_RATIO = 0.08
+# Of the bandwidth of plain loads. The goal is 0.7; with AVX2 the products alone take about that long, and rows that lie
+# anywhere come at half the speed of rows in order.
+LEAST_BANDWIDTH_RATIO = 0.25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -10,7 +10,8 @@ import torch
 from loongserve.kernels.linear import small_linear
 
 WEIGHT_BYTES = 100 << 20
-LEAST_RATIO = {1: 0.8, 16: 1.3}
+# The goal for one row is 1.6: torch's own product is near what memory gives on machines with few cores.
+LEAST_RATIO = {1: 0.85, 16: 1.3}
 
 
 @pytest.mark.parametrize("rows", [1, 16])
